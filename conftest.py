@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from dpbench.core.case import Case
-from dpbench.core.case_names import NAMED, is_builtin
 from dpbench.core.gpu import visible_gpus
 from dpbench.core.metrics import METRICS
+from dpbench.core.registry import NAMED, is_builtin
 
 if TYPE_CHECKING:
     from dpbench.instruments.logical.logical import Logical

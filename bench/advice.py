@@ -16,11 +16,11 @@ from typing import Any
 import pandas as pd
 
 from bench.runs import RESULTS, run
-from dpbench.advice.footprint import Counts, Footprint, steps_of
+from dpbench.advice.footprint import Counts, Footprint
 from dpbench.advice.predict import predict
 from dpbench.core.case import BASELINE_TRAINER, Case
-from dpbench.core.case_names import resolve
 from dpbench.core.errors import ConfigurationError
+from dpbench.core.registry import resolve
 from dpbench.results.roofline import BUSY, LAUNCH_BOUND, find_card, reachable
 from dpbench.results.rows import STEP
 from dpbench.results.summary import of_one_instrument
@@ -58,19 +58,14 @@ def compared() -> pd.DataFrame:
     cases: Any = [*map(resolved, steps.case)]
     steps = steps.assign(case=cases).dropna(subset=["case"])
     card = reachable(find_card("h200"))
-    predicted = pd.Series([predict(_footprint(c), card).predicted for c in steps.case], steps.index)
+    counted = [Footprint(case, [Counts().of_step(case)]) for case in steps.case]
+    predicted = pd.Series([predict(each, card).predicted for each in counted], steps.index)
     return steps.assign(
         cell=[case.baseline.id for case in steps.case],
         trainer=[case.trainer for case in steps.case],
         predicted=predicted,
         share=predicted / steps.measured,
     )
-
-
-def _footprint(case: Case) -> Footprint:
-    """Count the step of a case only at the batch size of the case."""
-    steps = [step for step in steps_of(case) if step[0].batch_size == case.batch_size]
-    return Footprint(case, [Counts().of_step(*step) for step in steps])
 
 
 def near(steps: pd.DataFrame) -> pd.Series[bool]:
@@ -101,10 +96,8 @@ def main() -> None:
     steps = compared()
     names = [re.sub(r"hf-[a-z-]+,|hidden_size.*heads=4,", "", case.id) for case in steps.case]
     choices = named(steps)
-    for table in (
-        steps.assign(case=names)[["case", "measured", "predicted", "share", "busy"]],
-        choices,
-    ):
+    shown = steps.assign(case=names)[["case", "measured", "predicted", "share", "busy"]]
+    for table in (shown, choices):
         print(table.to_string(index=False, float_format="{:.3f}".format))
     print(f"within {WITHIN:.0%}: {near(steps).mean():.3f} of {len(near(steps))} steps")
     good = choices.more <= 1 + CLOSE

@@ -9,11 +9,10 @@ FILE`` use the measured numbers instead of the numbers in the GPU's data sheet.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -95,16 +94,14 @@ def _median(function: Callable[[], object], seconds: float) -> float:
     return float(timer.blocked_autorange(min_run_time=seconds).median)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Measure the GPU and print the numbers as JSON."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.parse_args(arguments)
     try:
         gpu.require_gpu()
         os.environ.update(gpu.child_environment())  # before CUDA numbers the GPUs
         measured = measure_ceilings()
     except ConfigurationError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
+        print(f"ceilings.py: {error}", file=sys.stderr)
         return 2
     # A saved run without rows, because no case was measured
     print(json.dumps({"schema": SCHEMA, "rows": [], "ceilings": measured}, indent=1))

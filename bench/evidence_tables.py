@@ -11,32 +11,28 @@ from bench.cells import Place, by_length, by_trainer, cost, gb, joined, markdown
 from bench.runs import RESULTS, file_of, printed, value
 from bench.tables import WORDS
 
-CHANGES: dict[str, tuple[str, str, str]] = WORDS["changes"]
+CHANGES: dict[str, list[str]] = WORDS["changes"]
 
 
 # --- diffs to Opacus ------------------------------------------------------------------------------
 
 
-def saved_by(place: Place, before: str, after: str) -> list[str]:
-    """Return how many DRAM GB and ms the trainer ``after`` needs less than ``before``."""
-    return [f"{metric(place, before) - metric(place, after):.1f}" for metric in (gb, ms)]
-
-
 @table
-def changes(*pages: str) -> str:
-    """Return bytes and times that the changes of these pages to Opacus save at 8 × 256 and fp32."""
-    place, rows = Place("opacus-changes"), []
-    for page in pages:
-        _, before, after = CHANGES[page]
-        opacus, diff = (printed("upstream.txt", name, before)[1] for name in ("Opacus", page))
-        saved = f"{opacus - diff:.1f}", *saved_by(place, before, after)
-        rows.append([f"[{page}](upstream/{page}.md)", before, *saved])
-    zeroing = "in your loop, `zero_grad(set_to_none=True)`"
-    rows.append([zeroing, "dpsgd", "-", *saved_by(place, "dpsgd_zeroing", "dpsgd")])
-    return markdown(["change", "of", "counted GB saved", "DRAM GB saved", "ms saved"], rows)
+def saved(folder: str = "", *pages: str) -> str:
+    """Return how many logical GB the changes of pages save in a step, by default all `CHANGES`.
 
-
-WITH_DIFF = ["", "fp32", "with it", "bf16", "with it"]
+    Args:
+        folder: path from the document to docs/upstream, with a slash at its end.
+        pages: names of pages.
+    """
+    rows = []
+    for page in pages or CHANGES:
+        what, *trainers = CHANGES[page]
+        for trainer in trainers:
+            before, after = (printed("upstream.txt", name, trainer) for name in ("Opacus", page))
+            numbers = (f"{b - a:.1f}" for b, a in zip(before[1:], after[1:], strict=True))
+            rows.append([f"[{page}]({folder}{page}.md): {what}", trainer, *numbers])
+    return markdown(["change", "of", "GB saved at 8 × 256, fp32", "bf16"], rows)
 
 
 @table
@@ -47,26 +43,7 @@ def diff(page: str, *trainers: str) -> str:
         _, *before = printed("upstream.txt", "Opacus", trainer)
         _, *after = printed("upstream.txt", page, trainer)
         rows.append([trainer, *(f"{n:.1f}" for n in (before[0], after[0], before[1], after[1]))])
-    return markdown(WITH_DIFF, rows)
-
-
-@table
-def diff_measured(before: str, after: str) -> str:
-    """Return the DRAM GB of a step of the trainer ``before`` and of the trainer ``after``."""
-    places = [Place("opacus-changes", precision=precision) for precision in ("fp32", "bf16")]
-    numbers = [f"{gb(place, trainer):.1f}" for place in places for trainer in (before, after)]
-    return markdown(WITH_DIFF, [[before, *numbers]])
-
-
-@table
-def saved() -> str:
-    """Return how many logical GB each diff in `CHANGES` saves in a step."""
-    rows = []
-    for page, (what, trainer, _) in CHANGES.items():
-        before, after = (printed("upstream.txt", name, trainer) for name in ("Opacus", page))
-        numbers = (f"{b - a:.1f}" for b, a in zip(before[1:], after[1:], strict=True))
-        rows.append([f"[{page}]({page}.md): {what}", trainer, *numbers])
-    return markdown(["change", "of", "GB saved at 8 × 256, fp32", "bf16"], rows)
+    return markdown(["", "fp32", "with it", "bf16", "with it"], rows)
 
 
 @table

@@ -31,12 +31,8 @@ PLACES = {
 }
 """Runs on two GPUs, by table. The batch size in a cell is the sum over both ranks."""
 
-TRAINERS = {
-    "ddp": ("dpsgd", "dpsgd_ghost", "fused"),
-    "fsdp2": ("dpsgd_ghost", "fused"),
-    "lora": ("dpsgd", "dpsgd_ghost", "fused"),
-    "h100": ("dpsgd", "dpsgd_ghost", "fused"),
-}
+TRAINERS = dict.fromkeys(PLACES, ("dpsgd", "dpsgd_ghost", "fused"))
+TRAINERS["fsdp2"] = ("dpsgd_ghost", "fused")
 """Private trainers in the rows of each table."""
 
 

@@ -11,6 +11,7 @@ Options:
     python bench/upstream.py --gradients
     python bench/upstream.py --layers
     python bench/upstream.py --norms
+    python bench/upstream.py all --dpbench run --trainer dpsgd --instrument cupti
 
 - ``--tests`` runs the tests in Opacus's wheel on each copy, except the tests of Opacus's
   accountants. It prints how many tests fail with the copy and pass with the installed Opacus.
@@ -19,6 +20,7 @@ Options:
   by how many percent each diff changes bytes and peaks of memory.
 - ``--norms`` calls the function ``update`` of ``docs/upstream/norms.md`` for three shapes and three
   seeds, and prints the largest norm of an update for each dtype and offset.
+- ``--dpbench`` runs a command of dpbench with the first page's copy.
 
 Opacus's tests import torchvision for random images and three models. Without torchvision, some
 tests fail with every copy and with the installed Opacus.
@@ -52,6 +54,7 @@ from dpbench.training.parallel import gathered
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs/upstream"
 TRAINERS = ("dpsgd", "dpsgd_ghost")
+BEFORE_ALL = ("kept", "unused", "unused-ghost", "taken", "noise", "norms", "strided")
 SHARDED = ("reductions", "shards")
 """Pages with changes for FSDP2, which `bench/upstream_ranks.py` tries over two ranks."""
 
@@ -88,14 +91,17 @@ def blocks(name: str, language: str) -> list[str]:
 def patched(name: str, folder: Path) -> None:
     """Copy the installed Opacus into a folder and apply a page's diffs, or none for ``""``.
 
+    The diff of the page ``all`` is applied after those of the pages `BEFORE_ALL`.
+
     Raises:
         CalledProcessError: a diff does not apply.
     """
     source = Path(str(find_spec("opacus").origin)).parent  # type: ignore[union-attr]
     shutil.copytree(source, folder / "opacus", ignore=shutil.ignore_patterns("__pycache__"))
-    for diff in blocks(name, "diff") if name else ():
-        patch = ["patch", "-p1", "--quiet", "--fuzz=0"]
-        subprocess.run(patch, input=diff, text=True, cwd=folder, check=True)
+    for page in (*BEFORE_ALL, name) if name == "all" else (name,) if name else ():
+        for diff in blocks(page, "diff"):
+            patch = ["patch", "-p1", "--quiet", "--fuzz=0", "--no-backup-if-mismatch"]
+            subprocess.run(patch, input=diff, text=True, cwd=folder, check=True)
 
 
 # --- in a process that imports a copy -------------------------------------------------------------
@@ -109,7 +115,6 @@ def with_copy(name: str, *words: str, **options: Any) -> subprocess.CompletedPro
         return subprocess.run(
             [sys.executable, "-W", "ignore", *words],
             env=environment,
-            stdout=subprocess.PIPE,
             text=True,
             **options,
         )
@@ -117,7 +122,7 @@ def with_copy(name: str, *words: str, **options: Any) -> subprocess.CompletedPro
 
 def measured(name: str, what: str, script: str = __file__) -> dict[str, Any]:
     """Run a script with ``--here WHAT`` and a patched copy. Return the JSON in its last line."""
-    done = with_copy(name, script, "--here", what, check=True)
+    done = with_copy(name, script, "--here", what, check=True, stdout=subprocess.PIPE)
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -281,6 +286,7 @@ def parsed(about: str, *flags: str) -> argparse.Namespace:
     parser.add_argument("name", nargs="*", help="page of docs/upstream; all pages by default")
     for flag in flags:
         parser.add_argument(flag, action="store_true", help="see the docstring of this file")
+    parser.add_argument("--dpbench", nargs=argparse.REMAINDER, help="words of a dpbench command")
     parser.add_argument("--here", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -290,6 +296,8 @@ def main() -> int:
     options = parsed(__doc__ or "", "--tests", "--gradients", "--layers", "--norms")
     if options.here:
         print(json.dumps(globals()[f"measure_{options.here}"]()))
+    elif options.dpbench:
+        return with_copy(options.name[0], "-m", "dpbench", *options.dpbench).returncode
     elif options.tests or options.gradients:
         tests = ["opacus/tests"] if options.tests else READ_GRADIENTS
         return min(print_tests(options.name or names(), tests), 1)

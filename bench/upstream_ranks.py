@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -77,7 +78,7 @@ def measure_ranks() -> dict[str, Any]:
 def tried(name: str) -> dict[str, Any]:
     """Return the results of `measure_ranks` and ``dpbench verify`` with a patched copy."""
     verify = f"-m dpbench verify --trainer {TRAINER} --device cpu --parallel fsdp2 --gpus {RANKS}"
-    verified = with_copy(name, *verify.split())
+    verified = with_copy(name, *verify.split(), stdout=subprocess.PIPE)
     verdicts = re.findall(r"^.{32,40}?  +(ok|FAILED)\b", verified.stdout, re.M)
     counted = {"ok": verdicts.count("ok"), "failed": verdicts.count("FAILED")}
     return measured(name, "ranks", script=__file__) | counted

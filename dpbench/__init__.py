@@ -11,18 +11,18 @@ from typing import Any
 __version__ = "1.0.0"
 
 _NAMES_BY_MODULE = {
-    "dpbench.core.case": ("Case", "PHASES"),
-    "dpbench.core.model_size": ("MODEL_SIZES", "ModelSize"),
+    "dpbench.core.case": ("Case", "PHASES", "MODEL_SIZES", "ModelSize"),
     "dpbench.core.grid": ("Grid", "GRIDS"),
     "dpbench.core.errors": ("ConfigurationError", "DpbenchError", "InstrumentError"),
     "dpbench.core.metrics": ("METRICS", "Counters", "Metric", "Peak", "Share", "Sum", "Timed"),
     "dpbench.core.registry": ("MODELS", "OUTPUTS", "TRAINERS", "WORKLOADS"),
     "dpbench.training.base": ("Batch", "TrainerBase"),
     "dpbench.training.standard": ("StandardTrainer",),
-    "dpbench.training.dpsgd": ("DPSGDTrainer", "mark_phases"),
-    "dpbench.training.fast_gradient_clipping": (
+    "dpbench.training.dpsgd": (
         "DPFastGradientClippingTrainer",
         "DPGhostClippingTrainer",
+        "DPSGDTrainer",
+        "mark_phases",
     ),
     "dpbench.training.micro_batch": ("MicroBatchTrainer",),
     "dpbench.training.fused": ("FusedTrainer",),
@@ -34,7 +34,7 @@ _NAMES_BY_MODULE = {
     "dpbench.instruments.cupti.ranges": ("count_ranges",),
     "dpbench.instruments.in_process": ("InProcessInstrument",),
     "dpbench.child.recorder": ("Recorder",),
-    "dpbench.core.option_fields": ("option",),
+    "dpbench.core.settings": ("option",),
     "dpbench.instruments.observe": ("observe",),
     "dpbench.results.outcome": ("Outcome",),
     "dpbench.results.rows": ("Measurement",),

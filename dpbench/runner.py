@@ -12,10 +12,10 @@ from typing import cast
 
 from dpbench.child.imported import imported_files
 from dpbench.core.case import Case
-from dpbench.core.case_names import locate, resolve
 from dpbench.core.errors import ConfigurationError, DpbenchError, InstrumentError
 from dpbench.core.files import Locked, locked
 from dpbench.core.gpu import number_of_gpus
+from dpbench.core.registry import locate, resolve
 from dpbench.core.subject import Subject
 from dpbench.instruments.interface import Instrument
 from dpbench.launch.case_process import CaseProcess, PendingMeasurement

@@ -21,9 +21,8 @@ from dpbench.core.case import USUAL
 from dpbench.core.errors import CaseFailed
 from dpbench.instruments.timing import timing_rows
 from dpbench.instruments.torch_profiler import profile_folder as profile_files
-from dpbench.instruments.torch_profiler import trace
-from dpbench.instruments.torch_profiler.operators import operator_tables
 from dpbench.instruments.torch_profiler.profiler import TorchProfiler
+from dpbench.instruments.torch_profiler.profiling import operator_tables
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement
 
@@ -92,7 +91,7 @@ def main() -> int:
         folder = instrument.directory / case.file_name
         profile_files.prepare(folder)
         shutil.copytree(path.parent, folder, dirs_exist_ok=True)
-        recorded = trace.read(folder / "trace_0.json.gz")
+        recorded = profile_files.read_trace(folder / "trace_0.json.gz")
         rows = [*profile_files.profile_rows(case, record, [recorded])]
         write_operators(folder, recorded.calls, instrument.threshold)
         write_report(folder, rows, record["schedule"], folder)

@@ -41,7 +41,7 @@ MAY_USE = {
         "commands",
     },
     "opacus": {"workloads", "training"},
-    "pandas": {"results", "show", "session", "plugin", "commands", "advice"},
+    "pandas": {"results", "show", "session", "plugin", "commands", "advice", "instruments"},
     "plotly": {"show"},
     "submitit": {"commands"},
     "tabulate": {"show"},
@@ -170,7 +170,7 @@ def test_results_know_no_settings_grid_or_gpu() -> None:
 
 
 def test_no_instrument_imports_another() -> None:
-    """Code that instruments share is in ``instruments/`` itself or in ``counters/``."""
+    """Code that instruments share is in ``instruments/`` itself."""
 
     def folder(module: str) -> str:
         return module.split(".")[2] if module.count(".") > 2 else ""
@@ -180,7 +180,7 @@ def test_no_instrument_imports_another() -> None:
         for module, others in arrows().items()
         for other in others
         if place_of(module) == place_of(other) == "instruments"
-        and folder(other) not in ("", folder(module), "counters")
+        and folder(other) not in ("", folder(module))
         and folder(module)
     }
     assert not found

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from dpbench.core.errors import ConfigurationError
 from dpbench.training.base import Batch, mean_of
 from dpbench.training.clipped_sums import ClippedSumTrainer
+from dpbench.training.norms import squared_sample_norms
 from dpbench.training.phases import phase
 
 
@@ -77,8 +78,7 @@ class BackPACKTrainer(ClippedSumTrainer):
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad and not hasattr(parameter, "grad_batch"):
                 raise ConfigurationError(f"BackPACK has no per-sample gradients of {name}")
-        norms = [p.grad_batch.flatten(1).norm(2, dim=1) for p in self.trained]
-        factors = self.factors_for(torch.stack(norms).norm(dim=0))
+        factors = self.factors_for([squared_sample_norms(p.grad_batch) for p in self.trained])
         for parameter in self.trained:
             total = torch.einsum("b...,b->...", parameter.grad_batch, factors)
             self.sums.add(parameter, total)

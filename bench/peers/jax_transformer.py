@@ -24,8 +24,8 @@ from jax_privacy.noise_addition import gaussian_privatizer
 from torch import Tensor, nn
 
 from dpbench import SimpleBigModel, get_random_dataloader, observe
+from dpbench.core.case import ModelSize
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.model_size import ModelSize
 from dpbench.training.base import Batch, TrainerBase
 
 Parameters: TypeAlias = Mapping[str, jax.Array]
@@ -159,14 +159,13 @@ def main() -> None:
     parser.add_argument("--model-size", default="1b", type=ModelSize.parse)
     parser.add_argument("--batch-size", default=8, type=int)
     parser.add_argument("--seq-len", default=256, type=int)
-    parser.add_argument("--steps", default=5, type=int, help="steps to measure (default: 5)")
     given = parser.parse_args()
     steps = PrivateSteps(SimpleBigModel(given.model_size), batch_size=given.batch_size)
     [first, *_] = get_random_dataloader(
         batch_size=given.batch_size, seq_len=given.seq_len, vocab_size=given.model_size.vocabulary
     )
     batch = [in_jax(tensor) for tensor in first]
-    with observe(given.instrument, name="jax-privacy", skip=2, steps=given.steps) as seen:
+    with observe(given.instrument, name="jax-privacy", skip=2, steps=5) as seen:
         while not seen.recorder.finished:
             with seen.step():
                 jax.block_until_ready(steps.step(*batch))

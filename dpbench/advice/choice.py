@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
+import re
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
 
-from dpbench.advice.footprint import Footprint, footprints
-from dpbench.advice.least_bytes import of_rank
-from dpbench.advice.memory import largest_batch, needed
+from dpbench.advice.footprint import Footprint, footprints, of_rank
 from dpbench.advice.predict import predict
 from dpbench.core.case import BASELINE_TRAINER, Case
-from dpbench.core.case_names import locate, resolve
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.registry import TRAINERS
+from dpbench.core.registry import TRAINERS, locate, resolve
 from dpbench.results.roofline import Roofs, find_card, reachable
 from dpbench.results.rows import NO_HARDWARE, STEP
 from dpbench.results.summary import of_one_instrument
@@ -35,6 +34,16 @@ model, so that a faster method trains it."""
 
 ON_ALL_LAYERS = ("fused", "dpsgd")
 """Methods whose refusals say what to change in the model."""
+
+RESERVED = 1.5e9
+"""Bytes of GPU memory that are assumed for CUDA's context, the driver and libraries."""
+
+FRAGMENTATION = 0.04
+"""Share of the peak memory that the allocator is assumed to lose to fragmentation. The assumed loss
+is at least the size of the largest tensor."""
+
+MAX_BATCH = 4096
+"""The largest batch per GPU that `largest_batch` considers."""
 
 
 @dataclass(frozen=True)
@@ -104,12 +113,12 @@ def advise(
         else:
             refused[each.trainer] = str(found).removeprefix(f"{each.id}: ")
     moved = counted[rank].totals(lambda phase, operator, read, written, *_: {"": read + written})
-    floor = moved[""] + counted[rank].norms
+    floor = moved[""] + counted[rank].first.norms
     rows = [
         _row(counted[each], reachable(card), memory, floor) for each in cases if each in counted
     ]
     frame = _over_standard(pd.DataFrame(rows))
-    ways = {each.trainer: ways for each, found in counted.items() if (ways := found.ways)}
+    ways = {each.trainer: ways for each, found in counted.items() if (ways := found.first.ways)}
     trainer, reason = _choice(frame, case.batch_size, memory)
     if frame[frame.trainer == trainer].predicted_ratio.gt(SLOW).any():
         reason = _changes(refused) + reason
@@ -228,3 +237,29 @@ def with_measured(frame: pd.DataFrame, summary: pd.DataFrame, case: Case) -> pd.
         values = steps[steps.metric == metric].drop_duplicates("trainer").set_index("trainer").value
         frame = frame.assign(**{name: frame.trainer.map(values)})
     return frame
+
+
+def needed(footprint: Footprint, batch_size: int) -> float:
+    """Return the bytes of GPU memory that a step with this batch size needs."""
+    peak, _ = footprint.peak(batch_size)
+    return peak + max(FRAGMENTATION * peak, footprint.largest_tensor(batch_size)) + RESERVED
+
+
+def largest_batch(footprint: Footprint, memory: float) -> int:
+    """Return the largest batch size that fits the memory of each GPU, or 0 if none fits.
+
+    The batch size is at most `MAX_BATCH` for each GPU. It is a multiple of the number of GPUs times
+    the number of micro-batches.
+    """
+    case = footprint.case
+    part = case.micro_batches * case.gpus
+    sizes = range(part, MAX_BATCH * case.gpus + 1, part)
+    return part * bisect_right(sizes, memory, key=lambda size: needed(footprint, size))
+
+
+def parse_memory(text: str) -> float:
+    """Return the bytes of ``80GB`` (1 GB is 10⁹ bytes) or ``80GiB`` (1 GiB is 2³⁰ bytes)."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GiB)", text.strip(), re.I)
+    if match is None or not float(match[1]):
+        raise ConfigurationError(f"write memory as 80GB or 80GiB, not as {text!r}")
+    return float(match[1]) * (2**30 if match[2].lower() == "gib" else 1e9)

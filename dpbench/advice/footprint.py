@@ -1,14 +1,13 @@
 """Counts the calls, bytes, operations and memory of a step, on tensors without data.
 
 A case is counted at two or more batch sizes, from which memory at other batch sizes is estimated.
-A deep transformer is counted with two small numbers of layers, from which the full number of layers
-is estimated. Both estimates assume that the counted quantities are linear.
+The estimate assumes that memory is linear in the batch size. The layers of a deep model repeat
+calls, which `dpbench.instruments.logical.memo` makes cheap to count.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -16,21 +15,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from dpbench.advice.least_bytes import norm_reads
 from dpbench.child.task import Task
-from dpbench.core.case import BASELINE_TRAINER, TRANSFORMER, Case
-from dpbench.core.case_names import is_builtin
+from dpbench.core.case import BASELINE_TRAINER, Case
 from dpbench.core.errors import DpbenchError, error_named
-from dpbench.core.model_size import lora_rank
+from dpbench.instruments.logical.case_count import counted, untouched_torch
 from dpbench.instruments.logical.logical import Logical
 from dpbench.launch.case_process import CaseProcess
 from dpbench.launch.processes import at_once, cores
 from dpbench.results.outcome import Outcome
 
 Key = TypeVar("Key", bound=Hashable)
-
-DEPTHS = 2, 4
-"""A transformer with more layers is counted with each of these numbers of layers."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +33,10 @@ class Count:
 
     Args:
         batch_size: the batch size of the counted case.
-        layers: the number of layers in the count, if this is less than the case's; otherwise 0.
         calls: for each group of equal calls: phase, operator, number of calls, and for one call the
             bytes read, bytes written, operations, bytes sent and the type of the operands.
-        live: for each operator in a phase: phase, operator, and the live bytes after the first
-            call, after the last call, and after the call with the most live bytes. If
-            ``layers`` is 0, entries with an empty operator have the peak memory of a phase.
+        live: for each operator in a phase: phase, operator, and the live bytes after the call with
+            the most live bytes. Entries with an empty operator have the peak memory of a phase.
         largest: the bytes of the largest tensor.
         norms: for the standard trainer, the minimum bytes that private training would read to
             compute the norms of this batch's gradients; 0 for other trainers.
@@ -54,7 +46,6 @@ class Count:
     """
 
     batch_size: int
-    layers: int
     calls: Sequence[Sequence[Any]]
     live: Sequence[Sequence[Any]]
     largest: int
@@ -75,87 +66,46 @@ class Footprint:
         """The first count, which has the case's batch size."""
         return self.counts[0]
 
-    @property
-    def norms(self) -> float:
-        """The minimum bytes to read for norms, see `Count`; 0 unless the trainer is standard."""
-        return self._over_layers(lambda count: {"": count.norms})[""]
-
-    @property
-    def ways(self) -> dict[str, int]:
-        """For each way to compute norms, the number of layers that use it, see `Count`."""
-        ways = self._over_layers(lambda count: count.ways)
-        return {way: round(number) for way, number in ways.items()}
-
     def totals(self, of_call: Callable[..., Mapping[Key, float]]) -> dict[Key, float]:
         """Call ``of_call`` for the counted calls of a step, and add up the returned values by key.
 
         Args:
             of_call: receives phase, operator, bytes read, bytes written, operations, bytes sent and
-                type, see `Count`. The sums must be linear in the number of layers.
+                type, see `Count`.
         """
-
-        def of_count(count: Count) -> dict[Key, float]:
-            total: dict[Key, float] = defaultdict(float)
-            for phase, operator, times, *cost in count.calls:
-                for key, value in of_call(phase, operator, *cost).items():
-                    total[key] += times * value
-            return total
-
-        return self._over_layers(of_count)
+        total: dict[Key, float] = defaultdict(float)
+        for phase, operator, times, *cost in self.first.calls:
+            for key, value in of_call(phase, operator, *cost).items():
+                total[key] += times * value
+        return total
 
     def peak(self, batch_size: int) -> tuple[float, str]:
         """Return the peak memory in bytes at a batch size, and the phase of the peak."""
-        # If the transformer was counted with fewer layers, live bytes after the call with the most
-        # live bytes are ignored, because the number of layers can decide which call this is.
-        seen = 2 if self.first.layers else 3
-        live = self._over_batches(
+        live = self._on_line(
             batch_size,
-            lambda count: {
-                (phase, operator, i): size
-                for phase, operator, *sizes in count.live
-                for i, size in enumerate(sizes[:seen])
-            },
+            lambda count: {(phase, operator): size for phase, operator, size in count.live},
         )
         place = max(live, key=lambda place: live[place])
         return live[place], place[0]
 
     def largest_tensor(self, batch_size: int) -> float:
         """Return the bytes of the largest tensor of a step at a batch size."""
-        return self._over_batches(batch_size, lambda count: {"": count.largest})[""]
+        return self._on_line(batch_size, lambda count: {"": count.largest})[""]
 
-    def _over_layers(
-        self, of_count: Callable[[Count], Mapping[Key, float]], batch_size: int | None = None
-    ) -> dict[Key, float]:
-        size = batch_size or self.case.batch_size
-        points = [(each.layers, of_count(each)) for each in self.counts if each.batch_size == size]
-        return _on_line(points, self.case.size.layers if self.first.layers else 0)
-
-    def _over_batches(
+    def _on_line(
         self, batch_size: int, of_count: Callable[[Count], Mapping[Key, float]]
-    ) -> dict[Key, float]:
-        sizes = dict.fromkeys(count.batch_size for count in self.counts)
-        known = {*sizes} if batch_size not in sizes else {batch_size}
-        shared = set.intersection(*({*of_count(c)} for c in self.counts if c.batch_size in known))
+    ) -> Mapping[Key, float]:
+        """Return each value at a batch size, on the straight line through the last two counts.
 
-        def of_shared(count: Count) -> dict[Key, float]:
-            return {key: value for key, value in of_count(count).items() if key in shared}
-
-        points = [(size, self._over_layers(of_shared, size)) for size in sizes if size in known]
-        return _on_line(points[-2:], batch_size)
-
-
-def _on_line(points: Sequence[tuple[int, Mapping[Key, float]]], at: int) -> dict[Key, float]:
-    """Return each value at x = ``at``, on the straight line through its values at two points.
-
-    If one point lacks a value, the value at this point is 0.
-    """
-    for x, values in points:
-        if x == at:
-            return dict(values)
-    (x, low), (y, high) = points
-    share = (at - x) / (y - x)
-    keys = dict.fromkeys((*low, *high))
-    return {key: low.get(key, 0) + share * (high.get(key, 0) - low.get(key, 0)) for key in keys}
+        Only values that both counts have are returned.
+        """
+        for count in self.counts:
+            if count.batch_size == batch_size:
+                return of_count(count)
+        one, other = self.counts[-2:]
+        low, high = of_count(one), of_count(other)
+        share = (batch_size - one.batch_size) / (other.batch_size - one.batch_size)
+        return {key: low[key] + share * (high[key] - low[key]) for key in low if key in high}
 
 
 @dataclass(frozen=True)
@@ -167,13 +117,14 @@ class Counts(Logical):
 
     def record_case(self, case: Case) -> Outcome:
         faulthandler.enable(2)
-        counts = [vars(self.of_step(*each)) for each in steps_of(case)]
+        counts = [vars(self.of_step(each)) for each in steps_of(case)]
         return Outcome(case, (), details={"counts": counts})
 
-    def of_step(self, case: Case, layers: int) -> Count:
-        """Count a step of a case. `Count` describes ``layers``."""
-        counter, (ways, in_graphs), _ = self.counted(
+    def of_step(self, case: Case) -> Count:
+        """Count a step of a case."""
+        counter, (ways, in_graphs), _ = counted(
             case,
+            self.active,
             lambda trainer: (
                 dict(Counter(getattr(trainer, "ways", {}).values())),
                 trainer.in_graphs,
@@ -182,12 +133,11 @@ class Counts(Logical):
         alike = Counter[tuple[str, str, Any]]()  # without the source lines of calls
         for (phase, operator, cost, _), times in counter.calls.items():
             alike[phase, operator, cost] += times
-        peaks = [(phase, "", peak, peak, peak) for phase, peak in counter.peaks.items()]
+        live = [(*at, most) for at, (_, _, most) in counter.live.items()]
         return Count(
             case.batch_size,
-            layers,
             [(*what, times, *cost) for (*what, cost), times in alike.items()],
-            [*((*at, *sizes) for at, sizes in counter.live.items()), *([] if layers else peaks)],
+            [*live, *((phase, "", peak) for phase, peak in counter.peaks.items())],
             counter.memory.largest,
             norm_reads(case) if case.trainer == BASELINE_TRAINER else 0,
             in_graphs,
@@ -195,36 +145,17 @@ class Counts(Logical):
         )
 
 
-def steps_of(case: Case) -> Iterator[tuple[Case, int]]:
-    """Yield the cases to count, each with the number of layers if it is reduced, otherwise 0.
+def steps_of(case: Case) -> Iterator[Case]:
+    """Yield the cases to count: with the case's batch size, and with larger batch sizes.
 
-    The case's batch size and a larger batch size are counted. A part of the batch is what one rank
-    trains at once. If each part has one example, two larger batch sizes are counted. With one
-    example, the per-sample gradient is also the gradient of the part, so memory for these parts
-    does not predict the memory for larger parts.
+    A part of the batch is what one rank trains at once. If each part has one example, two larger
+    batch sizes are counted. With one example, the per-sample gradient is also the gradient of the
+    part, so memory for these parts does not predict the memory for larger parts.
     """
     part = case.micro_batches * case.gpus
     others = [2 * part, 3 * part] if case.batch_size == part else [case.batch_size + part]
     for batch_size in (case.batch_size, *others):
-        of_size = replace(case, batch_size=batch_size)
-        if not _is_deep(case):
-            yield of_size, 0
-            continue
-        for layers in DEPTHS:
-            size = case.size
-            text = f"{size.vocabulary}x{size.hidden}x{layers}x{size.heads}"
-            yield replace(of_size, model_size=text), layers
-
-
-def _is_deep(case: Case) -> bool:
-    """Return True if counting a few layers is enough to know the footprint of all layers.
-
-    The case must run on one GPU, name only built-in classes, and train the built-in transformer
-    with more than ``DEPTHS[-1]`` layers, all of them alike.
-    """
-    alike = not re.search(r"\d", case.trainable.removeprefix("lora:")) or lora_rank(case.trainable)
-    own = case.workload != TRANSFORMER or case.model != "simple" or not is_builtin(case)
-    return bool(alike) and not own and case.gpus == 1 and case.size.layers > DEPTHS[-1]
+        yield replace(case, batch_size=batch_size)
 
 
 def footprints(cases: Iterable[Case]) -> Generator[tuple[Case, Footprint | DpbenchError]]:
@@ -247,3 +178,43 @@ def _read(case: Case, process: CaseProcess) -> Footprint | DpbenchError:
     if outcome.error:
         return error_named(outcome.error)(outcome.message)
     return Footprint(case, [Count(**each) for each in outcome.details["counts"]])
+
+
+def of_rank(case: Case) -> Case:
+    """Return a case of the standard trainer that trains the batch of one rank in one part."""
+    case = replace(case.baseline, micro_batches=1)
+    return replace(case, batch_size=case.batch_size // case.gpus, parallel="none", gpus=1)
+
+
+def norm_reads(case: Case) -> int:
+    """Return the minimum bytes that one rank reads to compute the norms of its examples' gradients.
+
+    Clipping can begin only when all norms are known, so the clipping reads these bytes again. To
+    compute norms for a module, a step reads the module's inputs and output gradients, or its
+    per-sample gradients if they are smaller. Output gradients have the size of the outputs, which
+    this function counts. Micro-batches are ignored.
+    """
+    # Only the processes that count import torch.
+    import torch
+    from torch.utils import _pytree as pytree
+
+    from dpbench.child.build import build
+    from dpbench.instruments.logical.counter import without_data
+
+    case = replace(of_rank(case), activation_checkpointing="off")
+    passing: Counter[torch.nn.Module] = Counter()
+
+    def add(module: torch.nn.Module, given: object, out: object) -> None:
+        leaves = pytree.tree_leaves((given, out))
+        passing[module] += sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+    def gradients(module: torch.nn.Module) -> int:
+        own = module.parameters(recurse=False)
+        return case.batch_size * sum(each.nbytes for each in own if each.requires_grad)
+
+    with untouched_torch(), without_data():
+        trainer, (batch,) = build(case, torch.device("cpu"), 1)
+        for module in filter(gradients, trainer.model.modules()):
+            module.register_forward_hook(add)
+        trainer.train_step(batch)
+        return sum(min(size, gradients(module)) for module, size in passing.items())

@@ -27,8 +27,8 @@ from dpbench.child.rank_messages import all_gather
 from dpbench.child.recorder import Recorder
 from dpbench.core import gpu
 from dpbench.core.case import OUTSIDE, Case
-from dpbench.core.case_names import import_named
 from dpbench.core.errors import CaseOutOfMemory, ConfigurationError
+from dpbench.core.registry import import_named
 from dpbench.results.outcome import Outcome
 from dpbench.training.parallel import rank_and_ranks
 from dpbench.training.phases import observed_step

@@ -15,8 +15,7 @@ from typing import Any
 
 from dpbench.child.imported import heard, imported_files
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.names import parameters_text, read_parameters
-from dpbench.core.parameters import arguments
+from dpbench.core.names import arguments, parameters_text, read_parameters
 from dpbench.results.outcome import Outcome
 
 WAITING, MEASURING = "waiting for", "measuring"

@@ -12,10 +12,9 @@ from typing import Any
 
 import msgspec
 
-from dpbench.core.case_names import names_of, resolve
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import write_text
-from dpbench.core.registry import folder_of
+from dpbench.core.registry import folder_of, names_of, resolve
 from dpbench.core.subject import Subject, subject_from
 
 OF_PARENT = {"parent": True}

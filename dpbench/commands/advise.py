@@ -22,23 +22,28 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
+from dpbench.advice.choice import MAX_BATCH, Advice, advise, parse_memory, with_measured
 from dpbench.commands.case_arguments import add_case, chosen_case, saved_run
 from dpbench.core import gpu
 from dpbench.core.case import AXES, Case
-from dpbench.core.case_names import resolve_saved
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.option_fields import axis_help
-from dpbench.core.registry import TRAINERS
-from dpbench.core.settings import declare
-
-if TYPE_CHECKING:
-    from dpbench.advice.choice import Advice
-    from dpbench.results.run import Run
-    from dpbench.show.layout import Table
+from dpbench.core.registry import TRAINERS, resolve_saved
+from dpbench.core.settings import axis_help, declare
+from dpbench.results.roofline import find_card, known_roofs
+from dpbench.results.run import Run
+from dpbench.show.comparison import amount
+from dpbench.show.groups import title_parts
+from dpbench.show.layout import (
+    Shown,
+    Table,
+    as_text,
+    gigabytes,
+    step_milliseconds,
+    terminal_width,
+)
 
 DEFAULT_CARD = "h200"
 """Card to advise for, if neither the options nor the run nor this machine has a known card."""
@@ -66,10 +71,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the advice. Return 1 if a trainer that --trainer names cannot be counted, else 0."""
-    from dpbench.advice.memory import parse_memory
-    from dpbench.results.roofline import find_card
-    from dpbench.show.layout import as_text, terminal_width
-
     saved = saved_run(options.run, options.storage) if options.run else None
     cells = _cells(saved, options) if saved else {chosen_case(options, trainer="standard"): ()}
     card, memory = _card(options, saved)
@@ -87,8 +88,6 @@ def run(options: argparse.Namespace) -> int:
 
 def _advice(case: Case, names: list[str], card: str, memory: float | None) -> Advice:
     """Return advice on a case. Show the progress if stderr is a terminal."""
-    from dpbench.advice.choice import advise
-
     number = len(names or TRAINERS)
     with tqdm(total=number, unit="method", disable=None, file=sys.stderr) as bar:
 
@@ -105,8 +104,6 @@ def _card(options: argparse.Namespace, saved: Run | None) -> tuple[str, float | 
     The card is named by --gpu. Without --gpu, it is the GPU of the run, else a GPU of this machine,
     else `DEFAULT_CARD`.
     """
-    from dpbench.results.roofline import known_roofs
-
     if options.gpu:
         return options.gpu, None
     for device in saved.devices if saved else ():
@@ -143,11 +140,6 @@ def _cells(saved: Run, options: argparse.Namespace) -> dict[Case, list[str]]:
 
 
 def _table(case: Case, advice: Advice, card: str, memory: float | None, saved: Run | None) -> Table:
-    from dpbench.advice.choice import with_measured
-    from dpbench.advice.memory import MAX_BATCH
-    from dpbench.show.groups import title_parts
-    from dpbench.show.layout import Shown, Table, gigabytes, step_milliseconds
-
     frame = advice.frame
     if saved is not None:
         frame = with_measured(frame, saved.summary, case)
@@ -176,8 +168,6 @@ def _table(case: Case, advice: Advice, card: str, memory: float | None, saved: R
 
 
 def _notes(advice: Advice, case: Case) -> Iterator[str]:
-    from dpbench.show.comparison import amount
-
     standard = advice.frame.iloc[0]
     yield "Bytes, FLOP, launches and peak memory are counted. Roofline, launch, time are predicted."
     yield (

@@ -9,10 +9,9 @@ from typing import Any
 
 from dpbench.core import registry
 from dpbench.core.case import AXES, TRANSFORMER, Case, check_belongs, own_axes
-from dpbench.core.case_names import resolve
 from dpbench.core.names import joined, parted
-from dpbench.core.option_fields import axis_help
-from dpbench.core.settings import declare
+from dpbench.core.registry import resolve
+from dpbench.core.settings import axis_help, declare
 from dpbench.results.run import Run
 from dpbench.results.storage import Storage
 

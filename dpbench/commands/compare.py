@@ -12,7 +12,7 @@ metric: dram_ratio, l2_served_ratio, logical_ratio, peak_memory_ratio.
 
 Examples:
   dpbench compare 1 2
-  dpbench compare base this --columns dram_bytes,dram_bytes@clip --sort change --csv changes.csv
+  dpbench compare base this --columns dram_bytes,dram_bytes@clip --sort change
   dpbench compare 1 2 --fail dram_bytes:5% --fail dram_ratio:3% --fail dram_bytes@clip:0.1GB
   dpbench compare h200.json h100.json --across
 """
@@ -22,13 +22,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-
-import pandas as pd
 
 from dpbench.commands.case_arguments import saved_run
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.files import in_words, printable, write_bytes
+from dpbench.core.files import printable
 from dpbench.core.metrics import METRICS
 from dpbench.core.settings import declare
 from dpbench.results.compare import Limit, Verdict
@@ -53,9 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="name",
         help="order of lines: by trainer and metric, or by the size of the change",
     )
-    parser.add_argument(
-        "--csv", type=Path, metavar="FILE", help="write all numbers of the runs, with their changes"
-    )
     declare(parser.add_argument, "compare_fail", called="--fail")
     declare(parser.add_argument, "compare_across", called="--across")
     declare(parser.add_argument, "storage")
@@ -70,12 +64,6 @@ def run(options: argparse.Namespace) -> int:
         named = [Limit.parse(f"{name}:0") for name in listed_names(options.columns)]
         shown = [(each.metric, each.phase) for each in named]
         verdicts = [_judge(before, after, limits, options.across) for after in others]
-        if options.csv:
-            parts = [v.changes.assign(run=o.name) for v, o in zip(verdicts, others, strict=True)]
-            try:
-                write_bytes(options.csv, pd.concat(parts).to_csv(index=False).encode())
-            except OSError as error:
-                raise ConfigurationError(in_words(error)) from error
         bad = False
         for after, verdict in zip(others, verdicts, strict=True):
             tables = comparison_tables(verdict, shown=shown, largest_first=options.sort == "change")

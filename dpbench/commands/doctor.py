@@ -23,8 +23,7 @@ import json
 
 from dpbench.commands.machine import checks
 from dpbench.commands.machine.calibration import FAILED, Diagnosis, table
-from dpbench.core.option_fields import own_values
-from dpbench.core.settings import Settings, declare
+from dpbench.core.settings import Settings, declare, own_values
 from dpbench.instruments import declare_built_in
 from dpbench.instruments.cupti.chip import describe
 from dpbench.instruments.cupti.library import load_library

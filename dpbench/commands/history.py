@@ -11,7 +11,7 @@ that changes the file.
 
 Examples:
   dpbench history
-  dpbench history logical_bytes@clip --case 'dpsgd-*' --tolerance 1%
+  dpbench history logical_bytes@clip --tolerance 1%
   dpbench history logical_bytes --commits v1.0..HEAD --file bytes.json
 """
 
@@ -21,7 +21,6 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="default: the first of dram_bytes, logical_bytes and step_time_seconds that a run has",
     )
     declare(parser.add_argument, "storage")
-    parser.add_argument(
-        "--case",
-        default="*",
-        metavar="PATTERN",
-        help="show cases whose id matches, such as 'dpsgd-*'",
-    )
     largest = "the largest change to ignore: 1%%, 0.1GB, 1%%+0.1GB (default %(default)s)"
     parser.add_argument("--tolerance", default="0.5%", metavar="LIMIT", help=largest)
     parser.add_argument(
@@ -91,14 +84,10 @@ def run(options: argparse.Namespace) -> int:
         )
         limit = Limit.parse(f"{options.metric or metric}:±{options.tolerance}")
         rows = rows[(rows.metric == limit.metric) & (rows.phase == limit.phase)]
-        ids = [subject_from(row).id for row in rows.to_dict("records")]
-        rows = rows.loc[[fnmatchcase(name, options.case) for name in ids]]
         groups = rows.groupby([*AXES, *NUMBER[1:]], sort=False)
         tables = [_table(entries, group.to_dict("records"), limit) for _, group in groups]
     if not tables:
-        raise ConfigurationError(
-            f"{where} has no {limit.metric}@{limit.phase} of cases that match {options.case}"
-        )
+        raise ConfigurationError(f"{where} has no {limit.metric}@{limit.phase}")
     # Lines are not wrapped, so that other programs can read them.
     print("\n\n".join(table.as_text(width=1000) for table in tables))
     return 0

@@ -45,7 +45,7 @@ from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import printable
 from dpbench.core.settings import OPTIONS, Settings, declare
 from dpbench.instruments import ON_GPU, choose, declare_built_in
-from dpbench.instruments.counters.metrics import CounterOptions
+from dpbench.instruments.counters import CounterOptions
 from dpbench.session import Session
 from dpbench.show.layout import as_text, terminal_width
 

@@ -41,7 +41,6 @@ Examples:
 from __future__ import annotations
 
 import argparse
-import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -53,7 +52,7 @@ from dpbench.commands.case_arguments import saved_run
 from dpbench.core import gpu
 from dpbench.core.case import ALL_PHASES, BASELINE_TRAINER
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.files import check_distinct_files, check_is_file, mode_of, write_text
+from dpbench.core.files import check_distinct_files, check_is_file, is_file, write_text
 from dpbench.core.metrics import METRICS
 from dpbench.core.registry import OUTPUTS
 from dpbench.core.settings import Settings, declare
@@ -208,7 +207,7 @@ def _roofline(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[Tabl
     for device, rows in intensities(summary).groupby("device", sort=False):
         card = str(device) if device in measured_on else next(iter(measured_on), None)
         named, file = known_roofs(options.roofline), Path(options.roofline)
-        if not named and (file.suffix == ".json" or stat.S_ISREG(mode_of(file))):
+        if not named and (file.suffix == ".json" or is_file(file)):
             roofs = read_ceilings(file)
         else:
             roofs = find_card(options.roofline or card or _card_here())

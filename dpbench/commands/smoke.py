@@ -21,9 +21,8 @@ from dpbench.commands.case_arguments import add_case, chosen_case
 from dpbench.core.case import AXES, Case
 from dpbench.core.errors import ConfigurationError, own_line
 from dpbench.core.names import joined, parted
-from dpbench.core.option_fields import axis_help
 from dpbench.core.registry import TRAINERS
-from dpbench.core.settings import declare
+from dpbench.core.settings import axis_help, declare
 
 if TYPE_CHECKING:
     from dpbench.verify.reference import Examples

@@ -32,9 +32,11 @@ from dpbench.child.task import Task
 from dpbench.commands.case_arguments import add_case, chosen_case
 from dpbench.core import gpu
 from dpbench.core.case import Case
-from dpbench.core.errors import ConfigurationError, as_instrument_error
-from dpbench.core.option_fields import own_values
-from dpbench.core.settings import Settings, declare
+from dpbench.core.errors import (
+    ConfigurationError,
+    as_instrument_error,
+)
+from dpbench.core.settings import Settings, declare, own_values
 from dpbench.instruments import choose, declare_built_in
 from dpbench.instruments.timing import Timing
 from dpbench.instruments.torch_profiler.profile_folder import (

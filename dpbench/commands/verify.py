@@ -8,9 +8,8 @@ optimizer receives are judged.
 
 Noise must have the deviation σC/B in each step and for several σ, C and B, whatever the gradients
 are. Its distribution must be normal, including the tails. Noise must not repeat between elements,
-parameters, steps, runs and processes, even if it is shifted, mirrored or reordered. Correct noise
-fails with a probability of at most 1e-6. Beside each result, "chance" is a bound on the probability
-of a result as extreme.
+parameters, steps, runs and processes, even if it is shifted. Correct noise fails with a probability
+of at most 1e-6. Beside each result, "chance" is a bound on the probability of a result as extreme.
 
 What steps leave behind in buffers and in the state of optimizers may depend on an example only as
 far as noise hides it. A linear layer is trained for 240 steps, with noise and without. Two more
@@ -20,11 +19,9 @@ With several ranks, gradients are compared for the joint batch.
 
 Each wrong parameter gets a line with the error. The exit code is 1 if a check fails or could not be
 made, and 2 if the trainer refuses the case. Some faults are not found: faults that begin after 240
-steps, data that the trainer keeps outside its model and optimizers, and 16-bit noise that repeats
-in another order. Nor is noise that only its author can tell from correct noise: noise that is
-predictable, that is orthogonal to the gradients' sum, that depends on other noise without
-correlation, or whose pairs are shuffled. A trainer that changes the noisy mean before its optimizer
-receives it, such as by a bound on its norm, fails: verify it without this change.
+steps, data that the trainer keeps outside its model and optimizers, and noise that repeats in
+another order or is predictable. A trainer that changes the noisy mean before its optimizer receives
+it, such as by a bound on its norm, fails: verify it without this change.
 
 Examples:
   dpbench verify --trainer dpsgd
@@ -43,8 +40,8 @@ from typing import TYPE_CHECKING, Any
 from dpbench.commands.case_arguments import add_case, chosen_case
 from dpbench.core import gpu
 from dpbench.core.case import AXES, Case
-from dpbench.core.case_names import locate
 from dpbench.core.errors import ConfigurationError, DpbenchError, own_line
+from dpbench.core.registry import locate
 from dpbench.core.subject import Subject
 from dpbench.launch.fork_server import postpone
 from dpbench.show.layout import Table

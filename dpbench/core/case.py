@@ -3,14 +3,81 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import lru_cache
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from dpbench.core.errors import ConfigurationError, unknown
-from dpbench.core.model_size import MODEL_SIZES, ModelSize, lora_rank, positive
 from dpbench.core.names import file_name_part, joined, parameters_text, parted, read_parameters
+
+
+def positive(what: str, value: object) -> int:
+    """Return a positive integer as an int, or raise `ConfigurationError`.
+
+    The integer may be a NumPy integer, and must be below 2³¹. ``what`` describes the integer in the
+    error message.
+    """
+    if not isinstance(value, Integral) or isinstance(value, bool) or int(value) <= 0:
+        raise ConfigurationError(f"{what} must be a positive integer, not {value!r}")
+    if int(value) >= 2**31:
+        raise ConfigurationError(f"{what} must be below 2^31, not {value}")
+    return int(value)
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Dimensions of a decoder-only transformer; ``hidden`` is a multiple of ``heads``."""
+
+    vocabulary: int
+    hidden: int
+    layers: int
+    heads: int
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            positive(f"model size: {name}", value)
+        if self.hidden % self.heads:
+            raise ConfigurationError(
+                f"model size: hidden {self.hidden} is not divisible by heads {self.heads}"
+            )
+
+    @classmethod
+    def parse(cls, name: str) -> ModelSize:
+        """Read a name in `MODEL_SIZES`, or dimensions such as ``32000x1024x12x16``.
+
+        Dimensions are written as ``VOCABULARYxHIDDENxLAYERSxHEADS``.
+        """
+        if name in MODEL_SIZES:
+            return MODEL_SIZES[name]
+        parts = name.split("x")
+        if len(parts) == 4 and all(part.isdecimal() for part in parts):
+            return cls(*map(int, parts))
+        raise unknown("model size", name, MODEL_SIZES, "or VOCABULARYxHIDDENxLAYERSxHEADS")
+
+
+MODEL_SIZES = {
+    "tiny": ModelSize(1_000, 64, 2, 4),
+    "small": ModelSize(8_000, 256, 4, 8),
+    "medium": ModelSize(16_000, 512, 8, 8),
+    "1b": ModelSize(32_000, 2_048, 24, 32),
+}
+"""Sizes of the transformer by name."""
+
+
+def lora_rank(trainable: str) -> int | None:
+    """Return the rank in ``lora:RANK``, or None for a text without ``lora:``.
+
+    Raises `ConfigurationError` if the rank is not a positive integer.
+    """
+    kind, colon, rank = trainable.partition(":")
+    if kind != "lora" or not colon:
+        return None
+    if not rank.isdecimal():
+        raise ConfigurationError(f"write lora:RANK, such as lora:8, instead of {trainable!r}")
+    return positive("rank", int(rank))
+
 
 PRODUCTS = ("fp32", "tf32", "bf16")
 """``fp32``: float32 tensors and IEEE float32 matrix products. ``tf32``: float32 tensors and TF32
@@ -73,7 +140,7 @@ class Case:
     """One configuration to measure. A grid has values along each field, so a field is also an axis.
 
     Trainer, workload, model and optimizer are names, with or without parameters
-    (``dpsgd:clip=per_layer``). `dpbench.core.case_names.resolve` converts them to short names and
+    (``dpsgd:clip=per_layer``). `dpbench.core.registry.resolve` converts them to short names and
     checks that the modules exist. The constructor of a case does not check names, because a saved
     run may name classes that are not installed.
 

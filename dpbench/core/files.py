@@ -7,7 +7,6 @@ import fcntl
 import os
 import re
 import secrets
-import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -20,10 +19,6 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u20
 change the direction of writing."""
 
 
-NO_FILE = "a pipe or a device; name a file, and read it with cat"
-"""Why a path is not written."""
-
-
 def printable(text: str) -> str:
     """Replace each control character in a text with the character U+FFFD."""
     return CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
@@ -34,43 +29,25 @@ def in_words(error: OSError) -> str:
     return f"{error.filename}: {error.strerror}" if error.filename else str(error)
 
 
-def mode_of(path: Path) -> int:
-    """Return the mode of a path, e.g. for `stat.S_ISDIR`, or 0 if the path does not exist.
-
-    ``path.exists()`` is not used, because only some versions of Python raise errors such as a
-    missing permission.
-    """
+def is_file(path: Path) -> bool:
+    """Return True for a regular file; raise `ConfigurationError` if one cannot look at a path."""
     try:
-        return path.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        return 0
+        return path.is_file()
     except OSError as error:  # e.g. no permission to enter the directory
         raise ConfigurationError(f"{path}: {error.strerror}") from error
 
 
 def check_is_file(path: Path) -> None:
     """Raise `ConfigurationError` if a path is not a regular file."""
-    if not stat.S_ISREG(mode := mode_of(path)):
-        raise ConfigurationError(f"{path}: {'not a file' if mode else 'no such file'}")
-
-
-def read_file(path: Path) -> bytes:
-    """Return the content of a file.
-
-    Raises `OSError` for a pipe or a device, because reading it may never end.
-    """
-    if not (stat.S_ISREG(mode := path.stat().st_mode) or stat.S_ISDIR(mode)):
-        raise OSError(errno.EINVAL, "it is a pipe or a device", str(path))
-    return path.read_bytes()
+    if not is_file(path):
+        raise ConfigurationError(f"{path}: {'not a file' if path.exists() else 'no such file'}")
 
 
 def check_writable_file(path: Path) -> None:
     """Create the directory of a file; raise `ConfigurationError` if the file cannot be written."""
-    mode = mode_of(path)
-    if not path.name or stat.S_ISDIR(mode):
-        raise ConfigurationError(f"{str(path)!r} is a directory; name a file")
-    if mode and not stat.S_ISREG(mode):
-        raise ConfigurationError(f"{path}: {NO_FILE}")
+    if not path.name or (not is_file(path) and path.exists()):
+        what = "a directory" if path.is_dir() else "a pipe or a device"
+        raise ConfigurationError(f"{str(path)!r} is {what}; name a file")
     check_writable(Path(os.path.realpath(path)).parent)
 
 
@@ -107,13 +84,13 @@ def write_text(path: Path, text: str) -> None:
 def write_bytes(path: Path, data: bytes) -> None:
     """Write a regular file completely or not at all.
 
-    If the path is a link, the target of the link is written. A pipe or a device is refused, because
-    a file would replace it. If an `OSError` is raised, its ``filename`` is ``path``.
+    If the path is a link, the target of the link is written. A device is refused, because a file
+    would replace it. If an `OSError` is raised, its ``filename`` is ``path``.
     """
     try:
-        if not (stat.S_ISREG(mode := mode_of(path)) or stat.S_ISDIR(mode) or not mode):
-            raise OSError(errno.EINVAL, NO_FILE)
         target = Path(os.path.realpath(path))
+        if target.exists() and not target.is_file():
+            raise OSError(errno.EINVAL, "it is not a file")
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
         try:
@@ -159,20 +136,15 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[int | None]:
 def _open(path: Path) -> int:
     """Open a lock file, or create it with permissions for every user.
 
-    Raises `OSError` for a link or a pipe, which another user may have put into a shared folder.
+    Raises `OSError` for a link, which another user may have put into a shared folder.
     """
-    flags, descriptor = os.O_RDWR | os.O_NOFOLLOW, None
-    while descriptor is None:
-        try:
-            descriptor = os.open(
-                path, flags
-            )  # without O_CREAT, which Linux may refuse for another user's file
-        except FileNotFoundError:
-            with suppress(FileExistsError):  # another process has just made the file
-                descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
-                with suppress(PermissionError):  # the file system has no modes
-                    os.fchmod(descriptor, 0o666)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    return descriptor
+    flags = os.O_RDWR | os.O_NOFOLLOW
+    while True:
+        with suppress(FileNotFoundError):
+            # Without O_CREAT, which Linux may refuse for another user's file.
+            return os.open(path, flags)
+        with suppress(FileExistsError):  # another process has just made the file
+            descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
+            with suppress(PermissionError):  # the file system has no modes
+                os.fchmod(descriptor, 0o666)
+            return descriptor

@@ -25,8 +25,8 @@ class Gpu:
 
     Args:
         uuid: the identifier of the GPU.
-        name: the name of the card.
-        memory_bytes: the memory of the card, or of the MIG slice that CUDA uses; None if unknown.
+        name: the name of the GPU, as NVML spells it.
+        memory_bytes: the memory of the GPU, or of the MIG slice that CUDA uses; None if unknown.
         driver: the version of the driver.
         chip: the name of the chip, such as ``GH100``, see `chip_of`.
         free_bytes: the free memory at the time of the query.

@@ -20,11 +20,9 @@ from dpbench.core.case import (
     check_belongs,
     own_axes,
 )
-from dpbench.core.case_names import NAMED
 from dpbench.core.errors import ConfigurationError, unknown
-from dpbench.core.files import read_file
 from dpbench.core.names import Parameter, joined, parameter_grid, parted
-from dpbench.core.registry import TRAINERS
+from dpbench.core.registry import NAMED, TRAINERS
 from dpbench.core.subject import SCRIPT
 
 
@@ -123,7 +121,7 @@ class Grid:
             raise unknown("grid", name_or_file, GRIDS, "or a .toml file")
         path = Path(name_or_file)
         try:
-            table = tomllib.loads(read_file(path).decode())
+            table = tomllib.loads(path.read_bytes().decode())
             baseline = table.pop("baseline", BASELINE_TRAINER)
             return cls(path.stem, _axes(table), baseline).with_axes()
         except OSError as error:

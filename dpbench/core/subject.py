@@ -8,8 +8,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from dpbench.core.case import AXES, USUAL, Case, file_name_of
-from dpbench.core.model_size import positive
+from dpbench.core.case import AXES, USUAL, Case, file_name_of, positive
 from dpbench.core.names import file_name_part
 
 SCRIPT = "script"

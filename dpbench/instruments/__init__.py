@@ -11,9 +11,8 @@ from contextlib import suppress
 
 from dpbench.child.messages import Steps
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.option_fields import declare_own
 from dpbench.core.registry import INSTRUMENTS
-from dpbench.core.settings import Settings
+from dpbench.core.settings import Settings, declare_own
 from dpbench.instruments.interface import Instrument
 
 ON_GPU = ("timing", "ncu")

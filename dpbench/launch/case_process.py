@@ -27,7 +27,6 @@ from dpbench.child.messages import (
     reported,
 )
 from dpbench.child.task import Task
-from dpbench.core.case_names import is_builtin, names_of
 from dpbench.core.errors import (
     CaseFailed,
     CaseOutOfMemory,
@@ -36,6 +35,7 @@ from dpbench.core.errors import (
     InstrumentError,
 )
 from dpbench.core.gpu import child_environment, visible_to_case
+from dpbench.core.registry import is_builtin, names_of
 from dpbench.core.subject import Subject
 from dpbench.launch.fork_server import COMMAND, environment_of_cases
 from dpbench.launch.processes import ProcessGroup

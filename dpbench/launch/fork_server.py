@@ -43,7 +43,7 @@ IMPORTED_MODULES = (
     "dpbench.commands.cli",
     "dpbench.commands.step",
     "dpbench.child.case",
-    "dpbench.instruments.logical.counter",
+    "dpbench.instruments.logical.case_count",
     "dpbench.workloads.transformer",
     "torch._dynamo",  # the first optimizer imports this
     "pynvml",

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from dpbench.core.case import AXES, Case
-from dpbench.core.case_names import resolve
 from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.core.names import parameters_text
+from dpbench.core.registry import resolve
 from dpbench.core.settings import Settings
 from dpbench.session_comparison import read_limits
 

@@ -10,8 +10,7 @@ import pandas as pd
 
 from dpbench.core.case import AXES
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.metric import Share
-from dpbench.core.metrics import METRICS
+from dpbench.core.metrics import METRICS, Share
 from dpbench.core.subject import Script, Subject, samples_poisson, subject_from
 from dpbench.results.rows import NO_HARDWARE, NUMBER, OF_CASE, OWN_COLUMNS, PLACE, STEP
 

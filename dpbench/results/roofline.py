@@ -5,7 +5,7 @@ operations and M / bandwidth seconds for its bytes. The arithmetic intensity F /
 decides which of these two bounds is larger (Williams, Waterman and Patterson, "Roofline: an
 insightful visual performance model", CACM 52(4), 2009).
 
-Only the operations of products are counted, see `dpbench.instruments.logical.flops`. Products are,
+Only the operations of products are counted, see `dpbench.instruments.logical.costs`. Products are,
 for example, matrix products, convolutions and attention. The bytes of a case are its DRAM bytes if
 DRAM bytes were measured, and its logical bytes otherwise. No printed table mixes the two kinds of
 bytes.
@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 
 from dpbench.core.case import PRODUCTS
 from dpbench.core.errors import ConfigurationError, unknown
-from dpbench.core.files import read_file
 from dpbench.core.metrics import METRICS
 from dpbench.results.rows import OF_CASE, PLACE, STEP
 
@@ -146,7 +145,7 @@ def reachable(card: Roofs) -> Roofs:
 def read_ceilings(path: Path) -> Roofs:
     """Read the measured roofs of a device from a file with the output of ``bench/ceilings.py``."""
     try:
-        return _measured_roofs(json.loads(read_file(path))["ceilings"])
+        return _measured_roofs(json.loads(path.read_bytes())["ceilings"])
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:

@@ -10,8 +10,7 @@ from itertools import product
 from typing import Any, TypeAlias
 
 from dpbench.core.case import ALL_PHASES, AXES
-from dpbench.core.metric import is_counter
-from dpbench.core.metrics import METRICS
+from dpbench.core.metrics import METRICS, is_counter
 from dpbench.core.subject import Script, Subject
 
 SCHEMA = 2

@@ -9,10 +9,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from dpbench.core.case import AXES
-from dpbench.core.files import printable, read_file
-from dpbench.core.metric import Metric
-from dpbench.core.metrics import METRICS
+from dpbench.core.files import printable
+from dpbench.core.metrics import METRICS, Metric
 from dpbench.core.subject import Subject, subject_from
 from dpbench.results.outcome import (
     COMPLETE,
@@ -53,7 +54,7 @@ class Run:
     def load(cls, path: Path) -> Run:
         """Read and check the file of a saved run, or a file that ``--dpbench-json`` wrote."""
         with naming(path):
-            data = read_file(path)
+            data = path.read_bytes()
         return cls.parse(data, path)
 
     @classmethod
@@ -178,7 +179,7 @@ class Run:
     @cached_property
     def metrics(self) -> tuple[Metric, ...]:
         """The definitions of the run's metrics, or nothing in documents of older versions."""
-        return tuple(map(Metric.from_json, self.document.get("metrics", ())))
+        return msgspec.convert(self.document.get("metrics", ()), tuple[Metric, ...])
 
     @cached_property
     def frame(self) -> pd.DataFrame:

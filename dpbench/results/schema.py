@@ -13,7 +13,7 @@ import msgspec
 
 from dpbench.core.case import ALL_PHASES, AXES, COUNTS, OPTIONAL_AXES, USUAL
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.metric import AGGREGATES, AGGREGATIONS, Kind, Shown
+from dpbench.core.metrics import AGGREGATES, AGGREGATIONS, Kind, Shown
 from dpbench.core.subject import SCRIPT, Subject, subject_from
 from dpbench.results.outcome import LISTS, NUMBERED, STATUSES
 from dpbench.results.rows import IDENTITY, SCHEMA, STEP, impossible_number
@@ -79,7 +79,7 @@ class TestPart(msgspec.Struct):
 
 
 class HowPart(msgspec.Struct):
-    """The aggregation of a metric's values, see `dpbench.core.metric.Aggregation`."""
+    """The aggregation of a metric's values, see `dpbench.core.metrics.Aggregation`."""
 
     kind: Literal[tuple(AGGREGATIONS)]  # type: ignore[valid-type]
     names: list[str] = []
@@ -90,7 +90,7 @@ class HowPart(msgspec.Struct):
 
 
 class MetricPart(msgspec.Struct, forbid_unknown_fields=True):
-    """The definition of a metric, see `dpbench.core.metric.Metric`."""
+    """The definition of a metric, see `dpbench.core.metrics.Metric`."""
 
     name: str
     how: HowPart

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import stat
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from difflib import get_close_matches
 from pathlib import Path
 
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.files import Locked, check_writable, in_words, locked, mode_of
+from dpbench.core.files import Locked, check_writable, in_words, is_file, locked
 from dpbench.core.subject import Subject
 from dpbench.results.outcome import COMPLETE, INTERRUPTED
 from dpbench.results.run import Run
@@ -70,7 +69,7 @@ class Storage:
         If several runs have the name, the run with the largest number is returned.
         """
         if not re.fullmatch(r"\d{1,18}", text):
-            if stat.S_ISREG(mode_of(Path(text))):
+            if is_file(Path(text)):
                 return Path(text)
             return self._named(text)
         paths, number = self.paths(), f"run number {int(text):04}"

@@ -13,8 +13,7 @@ import numpy as np
 import pandas as pd
 
 from dpbench.core.case import AXES, BASELINE_TRAINER, Case
-from dpbench.core.metric import DERIVED, Kind, derived_name
-from dpbench.core.metrics import LARGEST_SPREAD, METRICS
+from dpbench.core.metrics import DERIVED, LARGEST_SPREAD, METRICS, Kind, derived_name
 from dpbench.core.subject import Subject
 from dpbench.results.aggregation import aggregate, each_case, lookup
 from dpbench.results.rows import (

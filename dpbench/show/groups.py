@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from dpbench.core.case import ALL_PHASES, AXES, trained_in, unusual
-from dpbench.core.metric import Metric
+from dpbench.core.metrics import Metric
 from dpbench.core.registry import TRAINERS
 from dpbench.core.subject import SCRIPT
 from dpbench.results.rows import OF_CASE, STEP

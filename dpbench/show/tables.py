@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 import pandas as pd
 
 from dpbench.core.case import ALL_PHASES, BASELINE_TRAINER
-from dpbench.core.metric import STANDARD, Metric, derived_name
-from dpbench.core.metrics import METRICS
+from dpbench.core.metrics import METRICS, STANDARD, Metric, derived_name
 from dpbench.core.subject import SCRIPT
 from dpbench.results.outcome import Outcome
 from dpbench.results.roofline import BUSY, LAUNCH_BOUND

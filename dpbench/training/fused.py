@@ -15,10 +15,9 @@ graphs where possible, and do not wait for Python.
 from __future__ import annotations
 
 import warnings
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,21 +25,29 @@ from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from dpbench.core.errors import ConfigurationError
 from dpbench.training.base import DRAWN_BY, Batch, mean_of
-from dpbench.training.clipped_sums import ClippedSumTrainer
-from dpbench.training.gradient_sums import Buffer, Factors, KeptGradients, in_buffers
+from dpbench.training.clipped_sums import (
+    Buffer,
+    ClippedSumTrainer,
+    Factors,
+    KeptGradients,
+    Reduction,
+)
 from dpbench.training.graphs import StepGraphs, recorded_step, signature
-from dpbench.training.kernels import multiplied, scaled
-from dpbench.training.model_snapshot import ModelSnapshot
-from dpbench.training.noisy_updates import Numbers, noisy_mean, noisy_update
+from dpbench.training.kernels import multiplied, multiplied_by_kernel
+from dpbench.training.noisy_updates import (
+    MergedUpdate,
+    Scalars,
+    is_plain,
+    noisy_mean,
+    noisy_update,
+    why_not,
+)
 from dpbench.training.norms import GRADIENT, KEPT, PRODUCTS, GhostNorms
 from dpbench.training.parallel import rank_and_ranks, sharded
-from dpbench.training.per_layer import KeptOfLayer, PairRule, Rule, rule_of
+from dpbench.training.per_layer import PairRule, Rule, Saved, rule_of
 from dpbench.training.phases import phase
-from dpbench.training.reductions import Reduction
-from dpbench.training.refusals import BY_EXAMPLE
-from dpbench.training.updates import MergedUpdate, Update, groups_of, why_not
+from dpbench.training.refusals import ModelSnapshot, check_untied, used_only_in_layers
 
 
 class FusedTrainer(ClippedSumTrainer):
@@ -53,8 +60,8 @@ class FusedTrainer(ClippedSumTrainer):
 
     With SGD, Adam and AdamW, the parameters and moving averages become views of flat buffers. The
     update draws and adds the noise, so there is no phase ``noise``. A separate pass adds the noise
-    before the optimizer's own step for other optimizers, for options that
-    `dpbench.training.updates.why_not` names, and under FSDP2 for all optimizers except plain SGD.
+    before the optimizer's own step for other optimizers, for options that `why_not` of
+    `dpbench.training.noisy_updates` names, and under FSDP2 for all optimizers except plain SGD.
     Every optimizer works if its ``step`` needs no closure.
 
     Under DDP, all ranks draw the same noise from the same seeds. So no noise is sent, and every
@@ -102,13 +109,13 @@ class FusedTrainer(ClippedSumTrainer):
         check_untied(model)
         self._listening = False
         self._uses_are_checked = False  # the first step checks how the model uses parameters
-        self.seen: dict[nn.Module, KeptOfLayer] = {}
+        self.seen: dict[nn.Module, Saved] = {}
         self.rules: dict[nn.Module, Rule[Any]] = {}
         self.ways: dict[str, str] = {}
         for name, layer in list(model.named_modules()):
             if any(p.requires_grad for p in layer.parameters(recurse=False)):
                 rule = self.rules[layer] = rule_of(layer, name, kernels=kernels)
-                layer.register_forward_hook(partial(self._keep, rule), with_kwargs=True)
+                layer.register_forward_hook(partial(self._save, rule), with_kwargs=True)
         self._update: MergedUpdate | None = None
         if kernels:
             self._merge_update()
@@ -134,7 +141,6 @@ class FusedTrainer(ClippedSumTrainer):
 
     def _merge_update(self) -> None:
         """Let the update draw the noise if possible, and give each buffer a seed."""
-        self.sharing = in_buffers(self.trained, groups_of(self.plain_optimizer))
         self._warned: set[str] = set()
         why = why_not(self.plain_optimizer)
         if self.parallel == "fsdp2" and not is_plain(self.plain_optimizer):
@@ -163,15 +169,12 @@ class FusedTrainer(ClippedSumTrainer):
         if self.parallel == "fsdp2":
             self.seeds, self._seeds_of_a_step = seeds + rank * number, ranks * number
 
-    def noisy_step(self, reductions: Sequence[Reduction]) -> None:
-        if self.kernels:
-            self._add_noise_and_update(reductions)
-        else:
-            super().noisy_step(reductions)
-
     @torch.no_grad()
-    def _add_noise_and_update(self, reductions: Sequence[Reduction]) -> None:
+    def noisy_step(self, reductions: Sequence[Reduction]) -> None:
         """Add noise and update the parameters, in one merged pass if possible."""
+        if not self.kernels:
+            super().noisy_step(reductions)
+            return
         deviation = self.noise_multiplier * self.max_grad_norm * self.noise_weights[0]
         self.seeds += self._seeds_of_a_step  # new seeds, which only correlated noise uses again
         seeds, weights = self.seeds.unbind(), None
@@ -179,7 +182,7 @@ class FusedTrainer(ClippedSumTrainer):
             seeds = (self.seeds[:, None] - self._ages).unbind()
             weights = self._weights[min(self._steps, len(self._weights) - 1)]
         self._steps += 1
-        updates: list[Update] | str = ""
+        updates: list[Callable[..., None]] | str = ""
         if self._update:
             with phase("optimizer"):
                 updates = self._update.updates(
@@ -209,20 +212,20 @@ class FusedTrainer(ClippedSumTrainer):
         else:
             with phase("optimizer"):
                 for each in reductions:
-                    updates[each.number](each.wait(), seeds[each.number], weights)
+                    updates[each.number](each.wait(), seeds[each.number], weights=weights)
 
     def _update_shards(self, reduction: Reduction, seed: Tensor, deviation: float) -> None:
         """Update this rank's shards by plain SGD with noise."""
         rate = self.plain_optimizer.param_groups[0]["lr"]
-        numbers = Numbers(deviation, 1 / self.joint_batch_size, rate)
+        scalars = Scalars(deviation, 1 / self.joint_batch_size, rate)
         gradient = reduction.wait()
         shards = [parameter.to_local() for parameter in reduction.parameters]
         if len(shards) > 1:  # shards of small parameters, which are not contiguous in memory
             change = torch.zeros_like(gradient)
-            noisy_update(change, [], gradient, seed, "plain", numbers)
-            torch._foreach_add_(shards, reduction.parts(change))
+            noisy_update(change, [], gradient, seed, "plain", scalars)
+            torch._foreach_add_(shards, reduction.views(change))
         elif length := shards[0].numel():
-            noisy_update(shards[0].view(-1), [], gradient[:length], seed, "plain", numbers)
+            noisy_update(shards[0].view(-1), [], gradient[:length], seed, "plain", scalars)
 
     # --- step ------------------------------------------------------------------------------------
 
@@ -237,11 +240,13 @@ class FusedTrainer(ClippedSumTrainer):
         if parts and self._is_first:
             self._is_first = False
             self._graphs = recorded_step(self, parts[0])
-        fits = parts and self._graphs and signature(self, parts[0]) == self._graphs.signature
-        self.replays = bool(fits)
-        if not (fits and self._graphs):
+        recorded = self._graphs if parts else None
+        if recorded and signature(self, parts[0]) != recorded.signature:
+            recorded = None
+        self.replays = recorded is not None
+        if recorded is None:
             return self._eager_step(batch)
-        loss = self._graphs.replay(parts)
+        loss = recorded.replay(parts)
         reductions, self._reductions = self._reductions, []
         self.noisy_step(reductions)
         return loss
@@ -258,7 +263,7 @@ class FusedTrainer(ClippedSumTrainer):
             losses.append(loss.detach())
             del loss  # the loss's graph keeps layers' inputs in memory
             with phase("clip"):
-                self.clip(last)
+                self.reduce_all(self.clipped(last))
         self.update()
         return mean_of(losses, self.sizes)
 
@@ -270,9 +275,9 @@ class FusedTrainer(ClippedSumTrainer):
         """
         if self._uses_are_checked:
             return super().mean_loss(model, batch)
-        with gradients_only_outside_layers(self.model, self.rules) as names:
-            loss = super().mean_loss(model, batch)
-        check_unused_outside_layers(names, loss)
+        own = {layer: [*rule.trained] for layer, rule in self.rules.items()}
+        with used_only_in_layers(self.model, own) as losses:
+            losses.append(loss := super().mean_loss(model, batch))
         self._uses_are_checked = True
         return loss
 
@@ -290,7 +295,7 @@ class FusedTrainer(ClippedSumTrainer):
             for parameter in self.trained:
                 parameter.requires_grad_()
 
-    def _keep(
+    def _save(
         self, rule: Rule[Any], layer: nn.Module, given: Any, options: Any, returned: Any
     ) -> Tensor | None:
         """Keep a layer's input and, when the backward reaches the layer, the output gradient."""
@@ -305,32 +310,27 @@ class FusedTrainer(ClippedSumTrainer):
         version, shape = held[0]._version, returned.shape
         seen = self.seen.setdefault(layer, [])
 
-        def keep_gradient(gradient: Tensor) -> None:
+        def save_gradient(gradient: Tensor) -> None:
             activations = held.pop()  # otherwise, they would stay in memory until backward ends
             # Autograd checks only tensors that it has saved, and may not have saved the input.
             if activations._version != version:
                 raise rule.refusal("its input was changed in place after the call")
-            self._keep_call(rule, seen, activations, gradient.detach().reshape(shape))
+            self._save_call(rule, seen, activations, gradient.detach().reshape(shape))
 
         if is_first:
-            returned.register_hook(keep_gradient)
+            returned.register_hook(save_gradient)
             return ChangeableInPlace.apply(returned)  # type: ignore[no-untyped-call, no-any-return]
         heard, passed_on = heard_when_changed(returned)
-        heard.register_hook(keep_gradient)
+        heard.register_hook(save_gradient)
         return passed_on
 
-    def _keep_call(self, rule: Rule[Any], seen: KeptOfLayer, x: Tensor, g: Tensor) -> None:
+    def _save_call(self, rule: Rule[Any], seen: Saved, x: Tensor, g: Tensor) -> None:
         """Keep a call's tensors. At the layer's first call, choose how to compute norms."""
         if not seen:
             alone = self.part_size == self.micro_batches == 1
             options = {"kernel": self.kernels, "alone": alone}
             self.ways[rule.name] = rule.way(x, g, self.known_ways, **options)
-        rule.keep(seen, x, g, self.ways[rule.name])
-
-    def clip(self, last: bool) -> None:
-        """Add clipped gradients to the sums. After the last micro-batch, begin reductions."""
-        for buffer in self.clipped(last):
-            self.reduce(buffer)
+        rule.save(seen, x, g, self.ways[rule.name])
 
     @torch.no_grad()
     def clipped(self, last: bool) -> Iterator[Buffer]:
@@ -348,16 +348,17 @@ class FusedTrainer(ClippedSumTrainer):
                 made |= seen.pop(layer)[0]
         kept = KeptGradients(made)
         norms = kept.squared_norms() + self.squared_norms(seen)
-        factors = Factors(self.factors_for(norms), scaled if self.kernels else multiplied)
+        times = multiplied_by_kernel if self.kernels else multiplied
+        factors = Factors(self.factors_for(norms), times)
         kept.add_small(factors.exact, self.sums)
         for layer, rule in self.rules.items():
-            kept.add_large(rule.trained, factors.exact, self.sums)
+            kept.add_large(rule.trained.values(), factors.exact, self.sums)
             if layer in seen and isinstance(rule, PairRule):
                 rule.weighted_sums(seen.pop(layer), factors, self.sums)
             if early:
-                yield from self.sums.finish(rule.trained)
+                yield from self.sums.finish(rule.trained.values())
 
-    def squared_norms(self, seen: dict[nn.Module, KeptOfLayer]) -> list[Tensor]:
+    def squared_norms(self, seen: dict[nn.Module, Saved]) -> list[Tensor]:
         """Return squared norms of the per-sample gradients that are not in memory, each ``[B]``.
 
         Args:
@@ -401,86 +402,3 @@ class ChangeableInPlace(torch.autograd.Function):
     @staticmethod
     def backward(_: Any, gradient: Tensor) -> Tensor:
         return gradient
-
-
-@contextmanager
-def gradients_only_outside_layers(
-    model: nn.Module, rules: Mapping[nn.Module, Rule[Any]]
-) -> Iterator[dict[Any, str]]:
-    """Let trained parameters require gradients only outside the calls of their layers.
-
-    Yields:
-        A dictionary from parameters to their names. During the forward, the parameters that FSDP2
-        gathers are added to it.
-    """
-    trained = [parameter for rule in rules.values() for parameter in rule.trained]
-    names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
-
-    def switch(on: bool, layer: nn.Module, *_: object) -> None:
-        for name in rules[layer].names:
-            getattr(layer, name).requires_grad_(on)
-
-    def add_gathered(*_: object) -> None:
-        names.update((parameter, name) for name, parameter in model.named_parameters())
-
-    blocks = [layer for layer in model.modules() if isinstance(layer, FSDPModule)]
-    hooks = [layer.register_forward_pre_hook(add_gathered) for layer in blocks]
-    hooks += [layer.register_forward_pre_hook(partial(switch, False)) for layer in rules]
-    hooks += [layer.register_forward_hook(partial(switch, True)) for layer in rules]
-    for parameter in trained:
-        parameter.requires_grad_()
-    try:
-        yield names
-    finally:
-        for parameter in trained:
-            parameter.requires_grad_(False)
-        for hook in hooks:
-            hook.remove()
-
-
-def check_unused_outside_layers(names: Mapping[Any, str], loss: Tensor) -> None:
-    """Raise if the loss uses a parameter outside the calls of the parameter's layer."""
-    waiting: list[Any] = [loss.grad_fn]
-    known: set[Any] = {None}
-    while waiting:
-        node = waiting.pop()
-        if node in known:
-            continue
-        known.add(node)
-        if (name := names.get(getattr(node, "variable", None))) is not None:
-            raise ConfigurationError(
-                f"the model uses parameter {name} without a call of its layer, so the gradients "
-                f"of single examples are unknown: call the layer, freeze the parameter with "
-                f"requires_grad_(False), or {BY_EXAMPLE}"
-            )
-        waiting += (following for following, _ in node.next_functions)
-
-
-def check_untied(model: nn.Module) -> None:
-    """Raise if two layers share a trained parameter, whose gradient is a sum over both layers."""
-    owners = Counter(
-        parameter
-        for layer in model.modules()
-        for parameter in layer.parameters(recurse=False)
-        if parameter.requires_grad
-    )
-    for shared in (parameter for parameter, times in owners.items() if times > 1):
-        names = [name for name, p in model.named_parameters(remove_duplicate=False) if p is shared]
-        raise ConfigurationError(
-            f"{' and '.join(names)} are one parameter of several layers, and this trainer can only "
-            f"compute norms for each layer: untie or freeze them, or {BY_EXAMPLE}"
-        )
-
-
-@cache
-def plain_options() -> dict[str, object]:
-    """Return the default options of SGD, without the learning rate."""
-    usual = torch.optim.SGD([torch.zeros(1)], lr=1.0).defaults
-    return {name: value for name, value in usual.items() if name != "lr"}
-
-
-def is_plain(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True for SGD with default options, one parameter group, and an unchanged step."""
-    first, *others = optimizer.param_groups
-    plain = all(first.get(name) == value for name, value in plain_options().items())
-    return type(optimizer) is torch.optim.SGD and plain and not others and not why_not(optimizer)

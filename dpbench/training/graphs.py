@@ -19,10 +19,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dpbench.training.base import Batch, mean_of
-from dpbench.training.gradient_sums import Buffer
+from dpbench.training.clipped_sums import Buffer, Reduction
 from dpbench.training.parallel import GRAPHS
 from dpbench.training.phases import phase
-from dpbench.training.reductions import Reduction
 from dpbench.workloads.base import examples_in
 
 T = TypeVar("T")
@@ -60,11 +59,11 @@ class StepGraphs:
         self.signature = signature(trainer, part)
         size, device = trainer.part_size, trainer.trained[0].device
         self.batch = pytree.tree_map(lambda each: each.new_empty(size, *each.shape[1:]), part)
-        self.loss, self._weights = torch.zeros((), device=device), torch.ones(size, device=device)
-        self._weighted = trainer.sampling == "poisson"
+        self.loss, self._present = torch.zeros((), device=device), torch.ones(size, device=device)
+        self._fills = trainer.sampling == "poisson"
         self._fill(part)
         self.phases: dict[str, Recorded] = {}
-        self._accumulates = trainer.micro_batches > 1 or self._weighted
+        self._accumulates = trainer.micro_batches > 1 or self._fills
         self._sums: list[Buffer] = []
         self._reductions: list[Reduction] = []  # under FSDP2, where a graph contains them
         self._live: Any = None
@@ -78,13 +77,14 @@ class StepGraphs:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side), self.trainer.without_parameter_gradients():
             before = torch.cuda.get_rng_state()
-            with calls_of(torch.utils.checkpoint, "get_device_states") as saved:
-                if self._weighted:  # only `mean_loss` checks how the model uses parameters
+            states = torch.utils.checkpoint.get_device_states
+            with patch.object(torch.utils.checkpoint, "get_device_states", wraps=states) as saves:
+                if self._fills:  # only `mean_loss` checks how the model uses parameters
                     self.trainer.mean_loss(self.trainer.model, self.batch)
                 self._model_waits = waits_for_gpu(self._forward)
                 self._backward()
             drawn = not torch.equal(before, torch.cuda.get_rng_state())
-            self._recomputes, self._draws_again = bool(saved), bool(saved) and drawn
+            self._recomputes, self._draws_again = saves.called, saves.called and drawn
         with torch.cuda.stream(side):
             for _ in self._sum_clipped():
                 pass  # the graphs allocate their own buffers
@@ -102,11 +102,13 @@ class StepGraphs:
         # Activation checkpointing saves the states of random number generators, which is forbidden
         # during a capture. The states are not needed here, because a model that draws random
         # numbers under checkpointing was refused above.
-        saves = patch.object(torch.utils.checkpoint, "get_device_states", no_device_states)
+        unsaved: Any = patch.object(
+            torch.utils.checkpoint, "get_device_states", lambda *_: ([], [])
+        )
         # If a model of Hugging Face notices a capture, its attention makes a mask and runs other
         # kernels than without a capture. So the capture is hidden from the model, unless the model
         # makes Python wait for the GPU.
-        with self.trainer.without_parameter_gradients(), saves:
+        with self.trainer.without_parameter_gradients(), unsaved:
             with nullcontext() if self._model_waits else hidden_capture():
                 self.phases["forward"] = [(self._capture(self._forward)[0], [])]
             recomputed = self._recomputes and not self._model_waits
@@ -132,7 +134,7 @@ class StepGraphs:
         for buffer in self._sums:
             self.trainer.reduce(buffer)
         self.trainer._reductions += self._reductions
-        if self._weighted:
+        if self._fills:
             total: Tensor = torch.stack(losses).sum() / sum(self.trainer.sizes)
             return total
         return mean_of(losses)
@@ -146,9 +148,9 @@ class StepGraphs:
             target[examples:].copy_(source[:1].expand_as(target[examples:]))
 
         pytree.tree_map(fill, self.batch, part)
-        if self._weighted:
-            self._weights[:examples] = 1
-            self._weights[examples:] = 0
+        if self._fills:
+            self._present[:examples] = 1
+            self._present[examples:] = 0
 
     def _capture(self, function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """Capture the operators of a function in a graph. Return the graph and the result."""
@@ -167,9 +169,9 @@ class StepGraphs:
 
     def _forward(self) -> None:
         trainer = self.trainer
-        if self._weighted:
+        if self._fills:
             losses = trainer.example_losses(trainer.model, self.batch)
-            self._live = (losses * self._weights).sum()
+            self._live = (losses * self._present).sum()
             self.loss.copy_(self._live.detach())
         else:
             loss = trainer.mean_loss(trainer.model, self.batch)
@@ -189,10 +191,6 @@ class StepGraphs:
         yield from self.trainer.clipped(last=True)
         yield from self.trainer.take_sums().finish()
 
-    def _add_clipped(self) -> None:
-        for _ in self.trainer.clipped(last=False):
-            pass
-
     def _clip_and_reduce_in_graph(self) -> list[Reduction]:
         """Clip, reduce all buffers and wait, so that one graph contains the reductions."""
         reductions: list[Reduction] = []
@@ -211,7 +209,8 @@ class StepGraphs:
         buffers that one graph completes are reduced while the next graph runs.
         """
         if self._accumulates:
-            graph, _ = self._capture(self._add_clipped)
+            all_of = partial(next_buffers, self.trainer.clipped(last=False), math.inf)
+            graph, _ = self._capture(all_of)
             self.trainer.take_sums()
             return [(graph, [])]
         if self.trainer.parallel == "fsdp2":
@@ -295,24 +294,6 @@ def next_buffers(buffers: Iterator[Buffer], least: float) -> list[Buffer]:
         if sum(each.flat.nbytes for each in some) >= least:
             break
     return some
-
-
-@contextmanager
-def calls_of(module: Any, name: str) -> Iterator[list[str]]:
-    """Yield a list to which each call of the module's function ``name`` adds this name."""
-    function, calls = getattr(module, name), list[str]()
-
-    def called(*arguments: Any) -> Any:
-        calls.append(name)
-        return function(*arguments)
-
-    with patch.object(module, name, called):
-        yield calls
-
-
-def no_device_states(*_: object) -> tuple[list[int], list[Tensor]]:
-    """Return no states of random number generators, instead of PyTorch's ``get_device_states``."""
-    return [], []
 
 
 @contextmanager

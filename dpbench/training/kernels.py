@@ -250,17 +250,17 @@ def multiplied(tensor: Tensor, factors: Tensor) -> Tensor:
 
 
 @custom_op("dpbench::scaled", mutates_args=())
-def scaled(tensor: Tensor, factors: Tensor) -> Tensor:
+def multiplied_by_kernel(tensor: Tensor, factors: Tensor) -> Tensor:
     """Return the result of `multiplied`. On a GPU, a Triton kernel multiplies float32 and bf16."""
     return multiplied(tensor, factors)
 
 
-@scaled.register_fake
+@multiplied_by_kernel.register_fake
 def _(tensor: Tensor, factors: Tensor) -> Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-@scaled.register_kernel("cuda")
+@multiplied_by_kernel.register_kernel("cuda")
 def _(tensor: Tensor, factors: Tensor) -> Tensor:
     if tensor.dtype not in TILINGS:
         return multiplied(tensor, factors)

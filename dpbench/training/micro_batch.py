@@ -64,4 +64,4 @@ class MicroBatchTrainer(ClippedSumTrainer):
         factor = self.factors_for([squared_sample_norms(g[None]) for g in gradients.values()])
         for parameter, gradient in gradients.items():
             # PyTorch would round a factor without dimensions to the gradient's dtype.
-            self.sums.add_scaled(parameter, gradient, factor.view([1] * gradient.dim()))
+            self.sums.add_multiplied(parameter, gradient, factor.view([1] * gradient.dim()))

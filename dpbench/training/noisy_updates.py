@@ -1,10 +1,11 @@
-"""Operators that draw noise and add it at once, in Triton for a GPU and in PyTorch for a CPU.
+"""Operators that draw noise and add it at once, and updates that also take the optimizer's step.
 
-Both operators add ``deviation × z`` to a sum of clipped gradients, where z is standard normal. On a
-GPU, a Triton kernel draws z with the generator Philox (Salmon et al., "Parallel random numbers: as
-easy as 1, 2, 3", 2011). On a CPU, and for float64, PyTorch's generator draws z. The seed is an
-int64, and each step has a new seed. If both operators get the same seed on the same device, they
-draw the same z. The operators compute in float32 or wider, and round each result once.
+The operators are in Triton for a GPU and in PyTorch for a CPU. Both operators add ``deviation × z``
+to a sum of clipped gradients, where z is standard normal. On a GPU, a Triton kernel draws z with
+the generator Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). On a CPU,
+and for float64, PyTorch's generator draws z. The seed is an int64, and each step has a new seed. If
+both operators get the same seed on the same device, they draw the same z. The operators compute in
+float32 or wider, and round each result once.
 
 Noise that is correlated over steps (`dpbench.training.correlated_noise`) is not kept in memory.
 Instead, the noise of earlier steps is drawn again from the earlier seeds. Then z is the weighted
@@ -13,26 +14,28 @@ sum ``w[0] × z(seed[0]) + w[1] × z(seed[1]) + …``, where seed[0] is the seed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from dpbench.training.clipped_sums import Buffer, groups_of, one_buffer
 from dpbench.training.kernels import triton_kernels
 
 
-class Numbers(NamedTuple):
+class Scalars(NamedTuple):
     """Scalars of an update of parameters p, where gradients have moving averages m and v.
 
     The update computes new values from the old values and the noise z, in this order:
 
     - g = ``scale`` × (gradient + ``deviation`` × z) + ``decay`` × p
-    - m = ``first_kept`` × m + ``first_added`` × g
-    - v = ``second_kept`` × v + ``second_added`` × g²
-    - p = ``kept`` × p - ``rate`` × change
+    - m = ``beta1`` × m + ``alpha1`` × g
+    - v = ``beta2`` × v + ``alpha2`` × g²
+    - p = ``shrink`` × p - ``rate`` × change
 
-    The change is g for the rule ``plain``, m for ``momentum``, g + ``first_kept`` × m for
+    The change is g for the formula ``plain``, m for ``momentum``, g + ``beta1`` × m for
     ``nesterov``, and m ∕ (√v × ``correction`` + ``eps``) for ``adam``.
     """
 
@@ -40,11 +43,11 @@ class Numbers(NamedTuple):
     scale: float
     rate: float = 0.0
     decay: float = 0.0
-    kept: float = 1.0
-    first_kept: float = 0.0
-    first_added: float = 1.0
-    second_kept: float = 0.0
-    second_added: float = 1.0
+    shrink: float = 1.0
+    beta1: float = 0.0
+    alpha1: float = 1.0
+    beta2: float = 0.0
+    alpha2: float = 1.0
     correction: float = 1.0
     eps: float = 0.0
 
@@ -54,8 +57,8 @@ def noisy_update(
     moments: Sequence[Tensor],
     gradient: Tensor,
     seed: Tensor,
-    rule: str,
-    numbers: Numbers,
+    formula: str,
+    scalars: Scalars,
     weights: Tensor | None = None,
 ) -> None:
     """Draw noise and update parameters, on a GPU in one pass over the tensors.
@@ -66,15 +69,15 @@ def noisy_update(
 
     Args:
         parameters: the parameters, ``[n]``; changed in place.
-        moments: the rule's moving averages, each ``[n]``; changed in place.
+        moments: the formula's moving averages, each ``[n]``; changed in place.
         gradient: the sum of clipped gradients, ``[n]``.
         seed: seed of the noise, int64. With ``weights``, it has one seed for each weight.
-        rule: ``plain``, ``momentum``, ``nesterov`` or ``adam``.
-        numbers: the scalars of the update.
+        formula: ``plain``, ``momentum``, ``nesterov`` or ``adam``.
+        scalars: the scalars of the update.
         weights: for each seed, the weight of its noise, float32; None for one seed. The first
             weight is 1.
     """
-    torch.ops.dpbench.noisy_update(parameters, moments, gradient, seed, rule, numbers, weights)
+    torch.ops.dpbench.noisy_update(parameters, moments, gradient, seed, formula, scalars, weights)
 
 
 def noisy_mean(
@@ -108,44 +111,45 @@ def _update(
     moments: Sequence[Tensor],
     gradient: Tensor,
     seed: Tensor,
-    rule: str,
-    numbers: Sequence[float],
+    formula: str,
+    scalars: Sequence[float],
     weights: Tensor | None = None,
 ) -> None:
-    n = Numbers(*numbers)
+    n = Scalars(*scalars)
     change = _noisy(gradient, seed, n.deviation, n.scale, weights)
     value = parameters.to(change.dtype)
     change = change + n.decay * value
-    if rule != "plain":
-        mean = n.first_kept * moments[0].to(change.dtype) + n.first_added * change
+    if formula != "plain":
+        mean = n.beta1 * moments[0].to(change.dtype) + n.alpha1 * change
         moments[0].copy_(mean)
-        if rule == "adam":
-            square = n.second_kept * moments[1].to(change.dtype) + n.second_added * change.square()
+        if formula == "adam":
+            square = n.beta2 * moments[1].to(change.dtype) + n.alpha2 * change.square()
             moments[1].copy_(square)
             change = mean / (square.sqrt() * n.correction + n.eps)
         else:
-            change = change + n.first_kept * mean if rule == "nesterov" else mean
-    parameters.copy_(n.kept * value - n.rate * change)
+            change = change + n.beta1 * mean if formula == "nesterov" else mean
+    parameters.copy_(n.shrink * value - n.rate * change)
 
 
 def _launch(
     flats: Sequence[Tensor],
     seed: Tensor,
-    rule: str,
-    numbers: Sequence[float],
+    formula: str,
+    scalars: Sequence[float],
     weights: Tensor | None,
 ) -> None:
     if blocks := -(-flats[-1].numel() // 4096):
         kernel, bands = triton_kernels()["noisy_update"], seed.numel()
-        factors = seed if weights is None else weights  # the kernel reads no weights for one seed
+        # The kernel reads no weights for one seed.
+        factors = seed if weights is None else weights
         length = flats[-1].numel()
-        kernel[blocks,](*flats, length, seed, factors, *numbers, rule, 1024, bands, num_warps=8)
+        kernel[blocks,](*flats, length, seed, factors, *scalars, formula, 1024, bands, num_warps=8)
 
 
 def _mean_on_gpu(
     gradient: Tensor, seed: Tensor, deviation: float, scale: float, weights: Tensor | None = None
 ) -> None:
-    _launch([gradient] * 4, seed, "mean", Numbers(deviation, scale), weights)
+    _launch([gradient] * 4, seed, "mean", Scalars(deviation, scale), weights)
 
 
 def _update_on_gpu(
@@ -153,12 +157,12 @@ def _update_on_gpu(
     moments: Sequence[Tensor],
     gradient: Tensor,
     seed: Tensor,
-    rule: str,
-    numbers: Sequence[float],
+    formula: str,
+    scalars: Sequence[float],
     weights: Tensor | None = None,
 ) -> None:
     first, second = [*moments, parameters, parameters][:2]  # the kernel reads no missing moments
-    _launch([parameters, first, second, gradient], seed, rule, numbers, weights)
+    _launch([parameters, first, second, gradient], seed, formula, scalars, weights)
 
 
 def _define(
@@ -183,8 +187,208 @@ _define(
 )
 _define(
     "noisy_update",
-    "Tensor(a!) parameters, Tensor(b!)[] moments, Tensor gradient, Tensor seed, str rule, "
-    "float[] numbers, Tensor? weights=None",
+    "Tensor(a!) parameters, Tensor(b!)[] moments, Tensor gradient, Tensor seed, str formula, "
+    "float[] scalars, Tensor? weights=None",
     _update,
     _update_on_gpu,
 )
+
+
+MERGED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+"""Optimizers that `MergedUpdate` supports. Subclasses of these optimizers are not supported."""
+
+UNSUPPORTED_OPTIONS = ("amsgrad", "capturable", "differentiable")
+"""Options of the optimizers in `MERGED` that `MergedUpdate` does not support if they are on."""
+
+
+def why_not(optimizer: torch.optim.Optimizer) -> str:
+    """Return why a merged update cannot replace the optimizer's step, or '' if it can."""
+    name = type(optimizer).__name__
+    if type(optimizer) not in MERGED:
+        return f"{name} has no merged step"
+    # A learning rate scheduler replaces `step` only to count its calls.
+    if "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        return f"the step of {name} was replaced"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return f"the step of {name} has hooks"
+    for group in optimizer.param_groups:
+        for option in UNSUPPORTED_OPTIONS:
+            if group.get(option):
+                return f"{name} has {option}=True"
+        numbers = group["lr"], group["weight_decay"], *group.get("betas", ())
+        if any(isinstance(each, Tensor) for each in numbers):
+            return f"an option of {name} is a tensor, not a number"
+    return ""
+
+
+def is_plain(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True for SGD whose step is ``p -= lr × gradient``, with one parameter group."""
+    group, *others = optimizer.param_groups
+    if type(optimizer) is not torch.optim.SGD or others or why_not(optimizer):
+        return False
+    return not (group["momentum"] or group["weight_decay"] or group["maximize"])
+
+
+class MergedUpdate:
+    """The step of an optimizer, in the same pass that adds the noise.
+
+    Parameters and moving averages become views of flat buffers. The moving averages stay in
+    ``optimizer.state``, so that they can be saved and loaded. Between merged steps, the optimizer's
+    own ``step`` may also be called. Learning rates and other options are read in each step.
+
+    Args:
+        sharing: the parameters of each gradient buffer.
+    """
+
+    def __init__(self, sharing: Sequence[Sequence[Tensor]]) -> None:
+        self._sharing = sharing
+        self.flats = [flatten_parameters(each) for each in sharing]
+        self._moments: dict[tuple[int, str], Buffer] = {}
+        # For each parameter: the tensor that counts its steps, and this tensor's version and value.
+        self._counts: dict[Tensor, tuple[Tensor, int, float]] = {}
+
+    def updates(
+        self, optimizer: torch.optim.Optimizer, deviation: float, examples: int
+    ) -> list[Callable[..., None]] | str:
+        """Return the next step's update of each buffer, or why the step cannot be merged.
+
+        An update is `noisy_update`, called with the gradient, the seed and ``weights``.
+
+        Args:
+            optimizer: the optimizer. For Adam and AdamW, the count of steps is increased.
+            deviation: standard deviation of the noise that this step draws.
+            examples: number by which the sum of gradients is divided.
+        """
+        if why := why_not(optimizer):
+            return why
+        number_of = groups_of(optimizer)
+        groups: list[Mapping[str, Any]] = []
+        for parameters in self._sharing:
+            numbers = {number_of.get(parameter, -1) for parameter in parameters}
+            if len(numbers) > 1 or -1 in numbers:
+                return "parameters were moved to other parameter groups"
+            groups.append(optimizer.param_groups[numbers.pop()])
+        adam = not isinstance(optimizer, torch.optim.SGD)
+        if adam:
+            taken = [self._steps_taken(optimizer, parameters) for parameters in self._sharing]
+        else:
+            taken = [self._has_momentum(optimizer, *each) for each in enumerate(groups)]
+        if None in taken:
+            return "parameters of one group have taken different numbers of steps"
+        made: list[Callable[..., None]] = []
+        for number, (group, before) in enumerate(zip(groups, taken, strict=True)):
+            scale = (-1 if group["maximize"] else 1) / examples
+            formula_of = adam_formula if adam else sgd_formula
+            formula, keys, scalars = formula_of(
+                group, Scalars(deviation, scale), float(before or 0)
+            )
+            moments = [self._flat_state(optimizer, number, key) for key in keys]
+            flat = self.flats[number]
+            made.append(partial(noisy_update, flat, moments, formula=formula, scalars=scalars))
+        if adam:
+            self._count_step(optimizer, groups)
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers read this
+        return made
+
+    def _flat_state(self, optimizer: torch.optim.Optimizer, number: int, key: str) -> Tensor:
+        """Return a flat buffer with the moving averages of one ``key``, such as ``exp_avg``."""
+        if (number, key) not in self._moments:
+            self._moments[number, key] = one_buffer(self._sharing[number])
+            self._moments[number, key].flat.zero_()
+        flat, places, _ = self._moments[number, key]
+        for parameter, place in places.items():
+            state = optimizer.state[parameter]
+            value = state.get(key)
+            if value is place:
+                continue
+            if value is None:
+                place.zero_()
+            else:  # a loaded checkpoint, or the optimizer's own step, has set it
+                place.copy_(value)
+            state[key] = place
+        return flat
+
+    def _has_momentum(
+        self, optimizer: torch.optim.Optimizer, number: int, group: Mapping[str, Any]
+    ) -> float | None:
+        """Return 1 if any parameter of a buffer has momentum in the optimizer's state, otherwise 0.
+
+        Return None if only some parameters have it, and the group has both momentum and dampening.
+        """
+        states = (optimizer.state.get(p, {}) for p in self._sharing[number])
+        has = {state.get("momentum_buffer") is not None for state in states}
+        alike = len(has) == 1 or not group["momentum"] or not group["dampening"]
+        return float(True in has) if alike else None
+
+    def _steps_taken(
+        self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]
+    ) -> float | None:
+        """Return how many steps the parameters have taken; None if their numbers differ."""
+        numbers = set()
+        for parameter in parameters:
+            step: Any = optimizer.state.get(parameter, {}).get("step")
+            known: Any
+            known, version, count = self._counts.get(parameter, (None, 0, 0.0))
+            if step is None:
+                count = 0.0
+            elif step is not known or step._version != version:
+                count = float(step)  # a loaded checkpoint, or the optimizer's own step, has set it
+                self._counts[parameter] = step, step._version, count
+            numbers.add(count)
+        return numbers.pop() if len(numbers) == 1 else None
+
+    def _count_step(
+        self, optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]
+    ) -> None:
+        for parameters, group in zip(self._sharing, groups, strict=True):
+            for parameter in parameters:
+                state = optimizer.state[parameter]
+                if "step" not in state:
+                    device = parameter.device if group["fused"] else "cpu"
+                    state["step"] = torch.zeros((), device=device)
+                    self._counts[parameter] = state["step"], 0, 0.0
+        torch._foreach_add_([step for step, _, _ in self._counts.values()], 1)
+        for parameter, (step, _, count) in self._counts.items():
+            self._counts[parameter] = step, step._version, count + 1
+
+
+Formula = tuple[str, Sequence[str], Scalars]
+"""A formula of `noisy_update`, the keys of its moving averages in the optimizer's state, and the
+scalars of the update."""
+
+
+def sgd_formula(group: Mapping[str, Any], noise: Scalars, has_momentum: float) -> Formula:
+    """Return the update of ``torch.optim.SGD``, which applies no dampening in its first step."""
+    scalars = noise._replace(rate=group["lr"], decay=group["weight_decay"])
+    if not group["momentum"]:
+        return "plain", (), scalars
+    added = 1 - group["dampening"] * has_momentum
+    scalars = scalars._replace(beta1=group["momentum"], alpha1=added)
+    return "nesterov" if group["nesterov"] else "momentum", ("momentum_buffer",), scalars
+
+
+def adam_formula(group: Mapping[str, Any], noise: Scalars, taken: float) -> Formula:
+    """Return the update of ``torch.optim.Adam`` and ``AdamW`` after ``taken`` earlier steps."""
+    (beta1, beta2), rate, decay = group["betas"], group["lr"], group["weight_decay"]
+    decoupled = group["decoupled_weight_decay"]
+    scalars = noise._replace(
+        rate=rate / (1 - beta1 ** (taken + 1)),
+        decay=0.0 if decoupled else decay,
+        shrink=1 - rate * decay if decoupled else 1.0,
+        beta1=beta1,
+        alpha1=1 - beta1,
+        beta2=beta2,
+        alpha2=1 - beta2,
+        correction=(1 - beta2 ** (taken + 1)) ** -0.5,
+        eps=group["eps"],
+    )
+    return "adam", ("exp_avg", "exp_avg_sq"), scalars
+
+
+def flatten_parameters(parameters: Sequence[Tensor]) -> Tensor:
+    """Copy parameters into a new buffer, make them views of the buffer, and return the buffer."""
+    flat, places, _ = one_buffer(parameters)
+    for parameter, place in places.items():
+        place.copy_(parameter.data)
+        parameter.data = place
+    return flat

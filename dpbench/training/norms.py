@@ -279,7 +279,7 @@ def clipping_factors(squared_norms: Tensor, threshold: float) -> Tensor:
 
 
 def total(squared_norms: Sequence[Tensor]) -> Tensor:
-    """Return upper bounds ``[B]`` of the sums of squared norms over the parts of a gradient."""
+    """Return upper bounds ``[B]`` of the sums of squared norms over the pieces of a gradient."""
     each = torch.stack([*squared_norms])
     return (each.sum(0, dtype=torch.float64) * (1 + 4 * unit(each.dtype))).to(each.dtype)
 
@@ -312,7 +312,7 @@ def of_sums(dtype: torch.dtype, tokens: int) -> float:
 
 
 def gram_bound(
-    parts: Sequence[Tensor],
+    pieces: Sequence[Tensor],
     tokens: int,
     errors: tuple[ProductError, ProductError],
     dtype: torch.dtype,
@@ -320,12 +320,12 @@ def gram_bound(
     """Return upper bounds of the squared norms of the update's gradients, ``[layers, B]``.
 
     Args:
-        parts: the `GramSums` of each layer, ``[6, B]`` in float32 or float64.
+        pieces: the `GramSums` of each layer, ``[6, B]`` in float32 or float64.
         tokens: T, the number of tokens.
         errors: bounds of the errors of the products ``x xᵀ`` and ``g gᵀ``.
         dtype: dtype in which the update multiplies.
     """
-    stacked = torch.stack([*parts], 1)
+    stacked = torch.stack([*pieces], 1)
     sums = GramSums(*stacked)
     roots = stacked[4:].sqrt()
     off = [
@@ -351,25 +351,25 @@ def gram_bound(
 
 
 def gradient_bound(
-    parts: Sequence[Tensor], tokens: int, error: ProductError, dtype: torch.dtype
+    pieces: Sequence[Tensor], tokens: int, error: ProductError, dtype: torch.dtype
 ) -> Tensor:
     """Return bounds like those of `gram_bound`, but for norms from per-sample gradients.
 
     Args:
-        parts: for each layer ``[3, B]``: the squared norm, ``Σ |x_t| |g_t|`` over tokens, and D,
+        pieces: for each layer ``[3, B]``: the squared norm, ``Σ |x_t| |g_t|`` over tokens, and D,
             which is ``Σ |x_t|² |g_t|²``.
         tokens: T, the number of tokens.
         error: bound of the error of the gradient, which is a matrix product.
         dtype: dtype in which the update multiplies.
     """
-    squares, lengths, diagonal = torch.stack([*parts], 1)
+    squares, lengths, diagonal = torch.stack([*pieces], 1)
     off = error.of_sums + error.of_terms
     squared = torch.add(squares.sqrt(), lengths, alpha=off).square()
     rounded = diagonal.sqrt() * (of_sums(dtype, tokens) + of_terms(dtype, tokens))
     return with_rounding(squared, rounded, dtype)
 
 
-def row_bound(parts: Sequence[Tensor], tokens: int, dtype: torch.dtype) -> Tensor:
+def row_bound(pieces: Sequence[Tensor], tokens: int, dtype: torch.dtype) -> Tensor:
     """Return bounds like those of `gram_bound`, but from the rows of an embedding's gradient.
 
     If n tokens look up a row, the row's gradient is the sum of the output gradients g of these
@@ -377,12 +377,12 @@ def row_bound(parts: Sequence[Tensor], tokens: int, dtype: torch.dtype) -> Tenso
     Σ|g|, both in the norm and in the update.
 
     Args:
-        parts: for each layer ``[3, B]``: the squared norm, ``(Σ (n Σ|g|)²)^½`` over rows, and D,
+        pieces: for each layer ``[3, B]``: the squared norm, ``(Σ (n Σ|g|)²)^½`` over rows, and D,
             which is ``Σ|g|²`` over tokens.
         tokens: T, the number of tokens.
         dtype: dtype in which the update multiplies.
     """
-    squares, sums, diagonal = torch.stack([*parts], 1)
+    squares, sums, diagonal = torch.stack([*pieces], 1)
     squared = torch.add(squares.sqrt(), sums, alpha=unit(sums.dtype)).square()
     rounded = wide_unit(dtype) * sums + of_terms(dtype, tokens) * diagonal.sqrt()
     return with_rounding(squared, rounded, dtype)
@@ -436,9 +436,9 @@ def squared_sample_norms(samples: Tensor) -> Tensor:
 
 
 class GhostNorms:
-    """Computes upper bounds of squared norms, for each example and each part of its gradient.
+    """Computes upper bounds of squared norms, for each example and each piece of its gradient.
 
-    A part is, for example, the gradient of one layer. The parts are added layer by layer. Each
+    A piece is, for example, the gradient of one layer. The pieces are added layer by layer. Each
     bound takes about twenty small kernels, whose launches would make a step slower. So
     `squared_norms` computes the bounds of all layers with equal settings at once. Until then, only
     the sums or norms that the bounds need are kept.
@@ -450,7 +450,7 @@ class GhostNorms:
 
     def __init__(self, *, together: bool = False) -> None:
         self._together = together
-        self._parts: dict[tuple[Any, ...], list[Tensor]] = {}
+        self._pieces: dict[tuple[Any, ...], list[Tensor]] = {}
         self._alike: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
 
     def add(
@@ -510,13 +510,13 @@ class GhostNorms:
         width = samples.shape[-1] if samples.dim() > 1 else 1
         self._put(row_norms(samples), sample_bound, width, dtype)
 
-    def _put(self, part: Tensor, bound: Callable[..., Tensor], *about: object) -> None:
-        self._parts.setdefault((bound, part.dtype, *about), []).append(part)
+    def _put(self, piece: Tensor, bound: Callable[..., Tensor], *about: object) -> None:
+        self._pieces.setdefault((bound, piece.dtype, *about), []).append(piece)
 
     def squared_norms(self) -> list[Tensor]:
-        """Return for each part upper bounds of squared norms, ``[B]``, in float32 or wider."""
-        kinds = self._parts.items()
-        made = [bound(parts, *about) for (bound, _, *about), parts in kinds]
+        """Return for each piece upper bounds of squared norms, ``[B]``, in float32 or wider."""
+        kinds = self._pieces.items()
+        made = [bound(pieces, *about) for (bound, _, *about), pieces in kinds]
         for (bias, *_), pairs in self._alike.items():
             xs, gs = zip(*pairs, strict=True)
             made.append(squared_norms_of_alike([*xs], [*gs], bias))
@@ -556,5 +556,5 @@ def squared_norms_of_alike(xs: Sequence[Tensor], gs: Sequence[Tensor], bias: boo
     """
     x, g = xs[0], gs[0]
     errors = [product_error(each, by_kernel=by_kernel(x, g)) for each in (x, g)]
-    parts = gram_norms(xs, gs, bias).unbind(1)
-    return gram_bound(parts, x.shape[1], (errors[0], errors[1]), g.dtype)
+    pieces = gram_norms(xs, gs, bias).unbind(1)
+    return gram_bound(pieces, x.shape[1], (errors[0], errors[1]), g.dtype)

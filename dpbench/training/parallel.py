@@ -106,7 +106,7 @@ def broadcast_parameters(model: nn.Module) -> nn.Module:
     return model
 
 
-def own_part(gradient: Tensor) -> Tensor:
+def own_share(gradient: Tensor) -> Tensor:
     """Return the elements of a flat gradient to which this rank adds noise under DDP.
 
     A rank knows the noise that it draws, so every rank must be trusted to keep it secret. If rank 0

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dpbench.core.errors import ConfigurationError
-from dpbench.training.gradient_sums import Factors, Sums, add_rows
+from dpbench.training.clipped_sums import Factors, Sums, add_rows
 from dpbench.training.kernels import has_tf32, layer_norm_samples
 from dpbench.training.norms import KEPT, Shape, cheapest
 from dpbench.training.parallel import kind_of
@@ -32,7 +32,7 @@ from dpbench.training.refusals import BY_EXAMPLE
 
 Gradients = Mapping[Tensor, Tensor]
 """Per-sample gradients ``[B, …]``, by parameter."""
-KeptOfLayer = list[Any]
+Saved = list[Any]
 """Tensors that a rule keeps from the backward until clipping. The list has either a pair of
 activations and output gradients for each call of the layer, or one `Gradients`, which is the sum
 over all calls."""
@@ -43,33 +43,20 @@ L = TypeVar("L", bound=nn.Module)
 class Rule(ABC, Generic[L]):
     """Base class of rules. Unless a subclass overrides `way`, per-sample gradients are kept.
 
-    During the backward, `keep` stores the tensors of each call of the layer. Afterwards, the norms
+    During the backward, `save` stores the tensors of each call of the layer. Afterwards, the norms
     and sums for all calls together are computed.
+
+    Attributes:
+        trained: the layer's own trained parameters, by the names of their attributes. Under FSDP2,
+            these are shards, so the rule must be made after the model was sharded.
     """
 
     def __init__(self, layer: L, name: str) -> None:
         self.layer, self.name = layer, name
         bias = getattr(layer, "bias", None)
         self.trains_bias = isinstance(bias, Tensor) and bias.requires_grad
-        self.find_parameters()
-
-    def find_parameters(self) -> None:
-        """Find the layer's own trained parameters. Must be called again after FSDP2 shards them."""
-        own = self.layer.named_parameters(recurse=False)
-        self._trained = {name: parameter for name, parameter in own if parameter.requires_grad}
-
-    @property
-    def names(self) -> Collection[str]:
-        """Attribute names of the layer's own trained parameters."""
-        return self._trained
-
-    @property
-    def trained(self) -> Collection[nn.Parameter]:
-        """The layer's own trained parameters, as `find_parameters` last found them.
-
-        Under FSDP2, `find_parameters` must have been called after the model was sharded.
-        """
-        return self._trained.values()
+        own = layer.named_parameters(recurse=False)
+        self.trained = {name: parameter for name, parameter in own if parameter.requires_grad}
 
     def refusal(self, why: str) -> ConfigurationError:
         """Return an error that gives the reason ``why`` this layer cannot be clipped."""
@@ -97,7 +84,7 @@ class Rule(ABC, Generic[L]):
         """Choose how to compute norms, among ``ways`` of `dpbench.training.norms`."""
         return KEPT
 
-    def keep(self, seen: KeptOfLayer, x: Tensor, g: Tensor, way: str) -> None:
+    def save(self, seen: Saved, x: Tensor, g: Tensor, way: str) -> None:
         """Store a call's activations and output gradients, or add its per-sample gradients."""
         if way != KEPT:
             seen.append((x, g))
@@ -116,7 +103,7 @@ class PairRule(Rule[L]):
     """A rule that can clip without per-sample gradients, from activations and output gradients."""
 
     @abstractmethod
-    def joined(self, seen: KeptOfLayer) -> tuple[Tensor, Tensor]:
+    def joined(self, seen: Saved) -> tuple[Tensor, Tensor]:
         """Concatenate the kept tensors of all calls along the dimension of the tokens.
 
         Returns:
@@ -124,7 +111,7 @@ class PairRule(Rule[L]):
         """
 
     @abstractmethod
-    def weighted_sums(self, seen: KeptOfLayer, factors: Factors, sums: Sums) -> None:
+    def weighted_sums(self, seen: Saved, factors: Factors, sums: Sums) -> None:
         """Add the sum of all examples' clipped gradients to ``sums``."""
 
 
@@ -132,7 +119,7 @@ class LinearRule(PairRule[Any]):
     """Rule of linear layers, including Hugging Face's ``Conv1D``, whose weight is transposed."""
 
     def way(self, x: Tensor, g: Tensor, ways: Collection[str], **options: bool) -> str:
-        if "weight" not in self._trained:
+        if "weight" not in self.trained:
             return KEPT  # the layer trains only its bias
         tokens = math.prod(g.shape[1:-1])
         shape = Shape(len(g), tokens, x.shape[-1], g.shape[-1], g.itemsize, tf32=has_tf32())
@@ -142,9 +129,9 @@ class LinearRule(PairRule[Any]):
         x, g = as_computed(three_dimensional(x), g), three_dimensional(g)
         a, b = (g, x) if isinstance(self.layer, nn.Linear) else (x, g)
         made = {"weight": lambda: torch.bmm(a.mT, b), "bias": lambda: g.sum(1)}
-        return {parameter: made[name]() for name, parameter in self._trained.items()}
+        return {parameter: made[name]() for name, parameter in self.trained.items()}
 
-    def weighted_sums(self, seen: KeptOfLayer, factors: Factors, sums: Sums) -> None:
+    def weighted_sums(self, seen: Saved, factors: Factors, sums: Sums) -> None:
         x, g = self.joined(seen)
         if self.layer.weight.requires_grad:
             # The narrower of the two matrices is multiplied by the factors.
@@ -157,7 +144,7 @@ class LinearRule(PairRule[Any]):
             by_token = factors.by_token(g.dtype, g.shape[1])
             sums.add(self.layer.bias, torch.mv(g.flatten(0, 1).t(), by_token))
 
-    def joined(self, seen: KeptOfLayer) -> tuple[Tensor, Tensor]:
+    def joined(self, seen: Saved) -> tuple[Tensor, Tensor]:
         pairs = [(three_dimensional(x), three_dimensional(g)) for x, g in seen]
         x, g = (
             pairs[0]
@@ -189,14 +176,14 @@ class EmbeddingRule(PairRule[nn.Embedding]):
         ids = ids + rows * torch.arange(examples, device=ids.device)[:, None]
         made = g.new_zeros(examples * rows, g.shape[2])
         add_rows(made, ids.flatten(), g.flatten(0, 1))
-        return {self._trained["weight"]: made.view(examples, rows, -1)}
+        return {self.trained["weight"]: made.view(examples, rows, -1)}
 
-    def weighted_sums(self, seen: KeptOfLayer, factors: Factors, sums: Sums) -> None:
+    def weighted_sums(self, seen: Saved, factors: Factors, sums: Sums) -> None:
         ids, g = self.joined(seen)
         weighted = factors.times(g).flatten(0, 1)
         sums.add_rows(self.layer.weight, ids.flatten(), weighted)
 
-    def joined(self, seen: KeptOfLayer) -> tuple[Tensor, Tensor]:
+    def joined(self, seen: Saved) -> tuple[Tensor, Tensor]:
         # The row with the padding index gets no gradient.
         ids = torch.cat([ids.reshape(len(ids), -1) for ids, _ in seen], 1).long()
         g = torch.cat([three_dimensional(g) for _, g in seen], 1)
@@ -222,7 +209,7 @@ class SampledRule(Rule[nn.Module]):
             self._sampler = None  # Opacus 1.6 expects zero padding, and a bias of layer norms
         if self._sampler is None:
             if any(True for _ in layer.children()):
-                own = next(iter(self._trained))
+                own = next(iter(self.trained))
                 raise self.refusal(f"it has its own parameter {own}, but also contains layers")
             if isinstance(layer, FSDPModule):
                 raise self.refusal("FSDP2 shards it as a block, which functorch cannot copy")
@@ -230,7 +217,7 @@ class SampledRule(Rule[nn.Module]):
 
     def samples(self, x: Tensor, g: Tensor) -> dict[Tensor, Tensor]:
         # Under FSDP2, the backward uses gathered parameters, but `trained` has sharded parameters.
-        own: dict[Tensor, Tensor] = {getattr(self.layer, n): p for n, p in self._trained.items()}
+        own: dict[Tensor, Tensor] = {getattr(self.layer, n): p for n, p in self.trained.items()}
         for parameter in own:
             parameter.requires_grad_()  # samplers need this, but a running backward ignores it
         made = {own[p]: each for p, each in self.gradients(x, g).items()}

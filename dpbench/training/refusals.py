@@ -1,4 +1,4 @@
-"""Errors for models that Opacus cannot train.
+"""Errors for models that a private trainer cannot train.
 
 Each error says what would work. Most errors name the layer or parameter that is the cause.
 """
@@ -6,7 +6,8 @@ Each error says what would work. Most errors name the layer or parameter that is
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,6 +17,8 @@ import torch
 from opacus.utils.module_utils import trainable_modules
 from opacus.validators import ModuleValidator
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dpbench.core.errors import ConfigurationError, own_line
@@ -191,3 +194,133 @@ def _about(name: str, layer: nn.Module, words: str, way_out: str = REPLACED) -> 
     elif isinstance(layer, nn.EmbeddingBag):
         way_out = "pass offsets to it, or use Embedding and the sum or mean of its output"
     return f"Opacus cannot train {which} ({type(layer).__name__}): {words}; {way_out}"
+
+
+class ModelSnapshot:
+    """A record of the layers and parameters that a model has when its trainer is made.
+
+    A trainer makes lists, rules and buffers for these layers and parameters. If the model changed
+    later, the trainer could silently compute wrong gradients.
+
+    Args:
+        model: the model.
+        in_place: whether parameters must also stay in the same memory.
+    """
+
+    def __init__(self, model: nn.Module, *, in_place: bool = False) -> None:
+        self._members: list[tuple[str, dict[str, object], str, object]] = []
+        self._parameters: list[tuple[str, Tensor, bool, int | None]] = []
+        for path, layer in model.named_modules():
+            before = f"{path}." if path else ""
+            for kind, own in (("layer", layer._modules), ("parameter", layer._parameters)):
+                members: dict[str, object] = {**own}
+                self._members += [
+                    (f"{kind} {before}{n}", own, n, member) for n, member in members.items()
+                ]
+            for name, parameter in layer.named_parameters(before[:-1], recurse=False):
+                place = memory_of(parameter) if in_place else None
+                self._parameters.append((name, parameter, parameter.requires_grad, place))
+
+    def check(self) -> None:
+        """Raise if the model has changed. The error names the change."""
+        for name, members, own, member in self._members:
+            if members.get(own) is not member:
+                raise _changed(name, "replaced", "load_state_dict without assign")
+        for name, parameter, trained, place in self._parameters:
+            if parameter.requires_grad is not trained:
+                what = "frozen" if trained else "unfrozen"
+                raise _changed(f"parameter {name}", what, "do this before making it")
+            if place is not None and memory_of(parameter) != place:
+                how = "change it in place (parameter.copy_(values) under torch.no_grad())"
+                raise _changed(f"parameter {name}", "moved to other memory", how)
+
+
+def _changed(name: str, what: str, remedy: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{name} was {what} after the trainer was made, and the trainer does not support this "
+        f"change: {remedy}, or make a new trainer afterwards"
+    )
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Return a number that identifies a tensor's storage, even if the tensor has no data.
+
+    For a DTensor, the number identifies the storage of the local shard. For an empty tensor or
+    shard, the number is 0, because FSDP2 allocates an empty shard's memory only in the first step.
+    """
+    local: Any = tensor.detach()
+    if isinstance(local, DTensor):
+        local = local.to_local()
+    storage: int = local.untyped_storage()._cdata
+    return storage if local.numel() else 0
+
+
+def check_untied(model: nn.Module) -> None:
+    """Raise if two layers share a trained parameter, whose gradient is a sum over both layers."""
+    owners = Counter(
+        parameter
+        for layer in model.modules()
+        for parameter in layer.parameters(recurse=False)
+        if parameter.requires_grad
+    )
+    for shared in (parameter for parameter, times in owners.items() if times > 1):
+        names = [name for name, p in model.named_parameters(remove_duplicate=False) if p is shared]
+        raise ConfigurationError(
+            f"{' and '.join(names)} are one parameter of several layers, and this trainer can only "
+            f"compute norms for each layer: untie or freeze them, or {BY_EXAMPLE}"
+        )
+
+
+@contextmanager
+def used_only_in_layers(
+    model: nn.Module, own: Mapping[nn.Module, Collection[str]]
+) -> Iterator[list[Tensor]]:
+    """Raise if a loss uses a trained parameter outside the calls of the parameter's layer.
+
+    In this context, trained parameters require gradients only outside the calls of their layers.
+
+    Args:
+        model: the model, whose trained parameters do not require gradients now.
+        own: the attribute names of each layer's trained parameters.
+
+    Yields:
+        A list, to which the caller adds the loss.
+    """
+    trained = [getattr(layer, name) for layer, names in own.items() for name in names]
+    names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
+
+    def switch(on: bool, layer: nn.Module, *_: object) -> None:
+        for name in own[layer]:
+            getattr(layer, name).requires_grad_(on)
+
+    def add_gathered(*_: object) -> None:
+        names.update((parameter, name) for name, parameter in model.named_parameters())
+
+    blocks = [layer for layer in model.modules() if isinstance(layer, FSDPModule)]
+    hooks = [layer.register_forward_pre_hook(add_gathered) for layer in blocks]
+    hooks += [layer.register_forward_pre_hook(partial(switch, False)) for layer in own]
+    hooks += [layer.register_forward_hook(partial(switch, True)) for layer in own]
+    for parameter in trained:
+        parameter.requires_grad_()
+    losses: list[Tensor] = []
+    try:
+        yield losses
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        for hook in hooks:
+            hook.remove()
+    waiting: list[Any] = [loss.grad_fn for loss in losses]
+    known: set[Any] = {None}
+    while waiting:
+        node = waiting.pop()
+        if node in known:
+            continue
+        known.add(node)
+        if (name := names.get(getattr(node, "variable", None))) is not None:
+            raise ConfigurationError(
+                f"the model uses parameter {name} without a call of its layer, so the gradients "
+                f"of single examples are unknown: call the layer, freeze the parameter with "
+                f"requires_grad_(False), or {BY_EXAMPLE}"
+            )
+        waiting += (following for following, _ in node.next_functions)

@@ -190,17 +190,17 @@ def normal_pair(a, b):
 
 @triton.jit
 def noisy_update(
-    parameters, first, second, gradient, length, seed, weights, deviation, scale, rate, decay, kept,
-    first_kept, first_added, second_kept, second_added, correction, eps,
-    rule: tl.constexpr, block: tl.constexpr, bands: tl.constexpr,
+    parameters, first, second, gradient, length, seed, weights, deviation, scale, rate, decay,
+    shrink, beta1, alpha1, beta2, alpha2, correction, eps,
+    formula: tl.constexpr, block: tl.constexpr, bands: tl.constexpr,
 ):  # fmt: skip
     """Add noise to four blocks of gradients, and update the parameters of these blocks.
 
     A program has four blocks, because the generator Philox computes four random words at a time.
-    `dpbench.training.noisy_updates.Numbers` has the formulas. With the rule ``mean``, the noisy
+    `dpbench.training.noisy_updates.Scalars` has the formulas. With the formula ``mean``, the noisy
     mean gradient replaces the gradient, and no parameter is updated. The noise of an element does
-    not depend on ``rule``. The noise is the sum over ``bands`` of weight × normal number. Each band
-    has its own seed and weight. The first weight is 1.
+    not depend on ``formula``. The noise is the sum over ``bands`` of weight × normal number. Each
+    band has its own seed and weight. The first weight is 1.
     """
     program = tl.program_id(0)
     offset = tl.arange(0, block)
@@ -224,22 +224,22 @@ def noisy_update(
         inside = at < length
         total = tl.load(gradient + at, mask=inside).to(tl.float32)
         change = (total + deviation * noise[i]) * scale
-        if rule == "mean":
+        if formula == "mean":
             tl.store(gradient + at, change, mask=inside)
         else:
             value = tl.load(parameters + at, mask=inside).to(tl.float32)
             change += decay * value
-            if rule != "plain":
+            if formula != "plain":
                 mean = tl.load(first + at, mask=inside).to(tl.float32)
-                mean = first_kept * mean + first_added * change
+                mean = beta1 * mean + alpha1 * change
                 tl.store(first + at, mean, mask=inside)
-                if rule == "adam":
+                if formula == "adam":
                     square = tl.load(second + at, mask=inside).to(tl.float32)
-                    square = second_kept * square + second_added * change * change
+                    square = beta2 * square + alpha2 * change * change
                     tl.store(second + at, square, mask=inside)
                     change = mean / (tl.sqrt(square) * correction + eps)
-                elif rule == "nesterov":
-                    change += first_kept * mean
+                elif formula == "nesterov":
+                    change += beta1 * mean
                 else:
                     change = mean
-            tl.store(parameters + at, kept * value - rate * change, mask=inside)
+            tl.store(parameters + at, shrink * value - rate * change, mask=inside)

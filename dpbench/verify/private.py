@@ -1,18 +1,40 @@
-"""What a private step shows of itself, and the steps of Opacus's optimizers."""
+"""Compares what a script's private steps hand over to ordinary optimizers with what they should.
+
+A private step is taken with σ = 0, undone, and taken as it is. Without noise, the gradient that
+reaches the inner optimizer is the mean of clipped gradients, computed with a loop over the examples
+(`examples_of_pass`). The difference of the two gradients is the noise. For the next steps, the
+threshold is lowered until norms exceed it.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from dpbench.verify.reference import Threshold
-from dpbench.verify.repeated_calls import TOLERANCE, NotChecked, hook_owners, keep
+from dpbench.verify.noise import Draw
+from dpbench.verify.reference import (
+    TOLERANCE,
+    TOLERANCE_16_BIT,
+    Call,
+    Examples,
+    Gradients,
+    NotChecked,
+    Threshold,
+    distances,
+    examples_of_pass,
+    hook_owners,
+    keep,
+)
+
+LOWERED = 0.25
+"""The threshold is lowered to this share of the median norm, so that clipping shows."""
 
 SIGMAS = ("noise_multiplier", "_adjusted_noise_multiplier")
 """Attributes of Opacus's optimizers that hold σ."""
@@ -125,6 +147,150 @@ class OpacusStep(PrivateStep):
             return [gradient_of(p).clone() for p in self.parameters]
 
 
+class PrivateSteps:
+    """Compares what private steps hand over with a loop over the examples, and collects the noise.
+
+    Attributes:
+        latest: the latest private step, by the id of its inner optimizer.
+        handed: gradients without noise that are to be handed over, by the same id.
+        errors: the largest error of each compared step, its parameter and its tolerance.
+        wrong: parameters, by a description of the error.
+        reasons: reasons why steps could not be compared.
+        clips: descriptions of the clipping.
+        has_clipped: whether a norm exceeded the threshold in a compared step.
+        draws: the noise, by the parameters' names.
+        noiseless: steps with σ = 0.
+    """
+
+    def __init__(self) -> None:
+        self.latest: dict[int, PrivateStep] = {}
+        self.handed: dict[int, Gradients] = {}
+        self.errors: list[tuple[float, str, float]] = []
+        self.wrong: dict[str, dict[str, None]] = {}
+        self.reasons: dict[str, None] = {}
+        self.clips: dict[str, None] = {}
+        self.has_clipped = False
+        self.draws: dict[tuple[str, ...], list[Draw]] = {}
+        self.noiseless: set[int] = set()
+        self._accumulated: dict[int, list[list[Call]]] = {}  # calls of a step that is under way
+        self._lowered: dict[int, Threshold] = {}  # thresholds at which norms are clipped
+        self._own: dict[int, Threshold] = {}  # the script's thresholds that have been lowered
+
+    def begin(
+        self,
+        private: PrivateStep,
+        named: Mapping[str, nn.Parameter],
+        calls: list[Call],
+        step: Callable[[], Any],
+        number: int,
+    ) -> None:
+        """Compare the gradients that a step would hand over without noise.
+
+        Args:
+            private: the step.
+            named: its parameters by name.
+            calls: the calls since the step before whose gradients the step uses.
+            step: takes the step, see `PrivateStep.without_noise`.
+            number: the number of steps before.
+        """
+        key = id(private.inner)
+        self.latest[key], self.handed[key] = private, {}
+        self._accumulated.setdefault(key, []).append(calls)
+        try:
+            gradients = handed_without_noise(private, step, number)
+            if gradients is None:  # the step only accumulates gradients
+                del self.handed[key]
+            else:
+                self.handed[key] = dict(zip(named, gradients, strict=True))
+                self._compare(private, named, self._accumulated.pop(key))
+        except NotChecked as reason:
+            self.reasons[str(reason)] = None
+
+    def lower(self, modules: Sequence[nn.Module]) -> None:
+        """Lower thresholds for the next step, so that clipping shows."""
+        for key, wanted in self._lowered.items():
+            if before := self.latest[key].lower(wanted, modules):
+                self._own.setdefault(key, before)
+
+    def _compare(
+        self,
+        private: PrivateStep,
+        named: Mapping[str, nn.Parameter],
+        accumulated: Sequence[Sequence[Call]],
+    ) -> None:
+        """Compare a step's gradients without noise with those of a loop over the examples."""
+        key = id(private.inner)
+        passes = [
+            [call for call in part if call.backward == number]
+            for part in accumulated
+            for number in sorted({call.backward for call in part})
+        ]
+        if not passes:
+            raise NotChecked("no loss of a module's outputs trains the optimizer's parameters")
+        groups = [examples_of_pass(each, named, mean=private.mean) for each in passes]
+        last_passes = len({call.backward for call in accumulated[-1]}) or 1
+        divisor = private.batch_size * last_passes if private.mean else 1
+        examples = replace(Examples.joined(groups), expected=divisor)
+        if len(examples.norms) and not any(examples.sizes.values()):
+            raise NotChecked("no loss depends on the optimizer's parameters")
+        seen = {name: each.double() for name, each in self.handed[key].items()}
+        tried: list[Any] = []
+        for threshold in (private.threshold, self._own.get(key, private.threshold)):
+            how = "per layer" if isinstance(threshold, list) else "flat"
+            known = examples.candidate_means(how, threshold, 1)
+            correct, factors = next(iter(known.items()))
+            if len(groups) > 1:
+                in_last = len(groups[-1].norms)
+                only = factors * (len(factors) / (in_last or 1))
+                only[: len(only) - in_last] = 0
+                known[f"the mean over only the last of {len(groups)} backward passes"] = only
+            far = distances(seen, examples.mean(factors), examples.sizes)
+            clips = bool((factors < 1 - TOLERANCE).any())
+            if not tried or clips:  # code of the script may keep its own threshold
+                tried.append((max(far.values()), len(tried), threshold, known, far, clips))
+        _, _, private.threshold, known, far, clips = min(tried)
+        self.has_clipped |= clips
+        if len(examples.norms):
+            self._lowered.setdefault(key, _quarter(examples, private.threshold))
+        how = "clipped per layer"
+        if not isinstance(private.threshold, list):
+            how = f"clipped to {private.threshold:.4g}"
+        self.clips[how + " (lowered for this check)" * (key in self._own)] = None
+        calls = [call for each in passes for call in each]
+        tolerance = TOLERANCE_16_BIT if any(call.is_16_bit for call in calls) else TOLERANCE
+        worst = max(far, key=far.__getitem__)
+        self.errors.append((far[worst], worst, tolerance))
+        for call in calls:
+            if call.misread:
+                self.wrong[call.misread] = dict.fromkeys(far)
+        for name in (name for name, distance in far.items() if distance > tolerance):
+            what = examples.diagnose(name, seen[name], known, 10 * tolerance) or f"not {correct}"
+            self.wrong.setdefault(what, {})[name] = None
+
+    def collect(self, inner: Optimizer, number: int) -> None:
+        """Keep the noise of a step, from the gradients that the inner optimizer receives.
+
+        ``number`` is the number of steps before.
+        """
+        private, clipped = self.latest[id(inner)], self.handed.pop(id(inner))
+        deviation = private.sigma * float(torch.tensor(private.threshold).norm()) / private.divisor
+        if not deviation:
+            self.noiseless.add(number)
+        if not (deviation and clipped):
+            return
+        noise, rounding, largest = dict[str, Tensor](), 0.0, 0.0
+        for (name, before), p in zip(clipped.items(), private.parameters, strict=True):
+            received = gradient_of(p)
+            noise[name] = ((received.double() - before) / deviation).flatten()
+            rounding += (torch.finfo(received.dtype).eps * float(received.norm())) ** 2
+            largest = max(largest, float(before.abs().max()))
+        run = f"optimizer {[*self.latest].index(id(inner)) + 1}"
+        # Beside smaller gradients, float32 rounds noise as if it were alone.
+        slack = 2 * rounding**0.5 / deviation if largest > deviation else 0.0
+        draw = Draw.beside(clipped, run, number + 1, noise, slack)
+        self.draws.setdefault(tuple(noise), []).append(draw)
+
+
 def handed_without_noise(
     private: PrivateStep, step: Callable[[], Any], number: int
 ) -> list[Tensor] | None:
@@ -150,3 +316,11 @@ def gradient_of(parameter: Tensor) -> Tensor:
 
 class _HandedOver(Exception):
     """Ends a step without noise, as soon as the inner optimizer would step."""
+
+
+def _quarter(examples: Examples, threshold: Threshold) -> Threshold:
+    """Return `LOWERED` times the median norm, for each parameter if the threshold is a list."""
+    if isinstance(threshold, list):
+        each: list[float] = (LOWERED * examples.norms.median(dim=0).values).tolist()
+        return [a or b for a, b in zip(each, threshold, strict=True)]
+    return LOWERED * float(examples.norms.norm(dim=1).median()) or threshold

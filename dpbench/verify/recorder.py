@@ -10,7 +10,7 @@ from dpbench.child.recorder import Recorder
 from dpbench.core.subject import Subject
 
 if TYPE_CHECKING:
-    from dpbench.verify.script import StepChecks
+    from dpbench.verify.script_record import StepRecord
 
 
 class CheckingRecorder(Recorder):
@@ -19,14 +19,14 @@ class CheckingRecorder(Recorder):
     quick = False
 
     @cached_property
-    def calls(self) -> StepChecks:  # type: ignore[override]
+    def calls(self) -> StepRecord:  # type: ignore[override]
         import torch
 
-        from dpbench.verify.script import StepChecks
+        from dpbench.verify.script_record import StepRecord
 
         # Nothing is compiled, because repeating calls with one example would compile them again.
         self.held.enter_context(torch.compiler.set_stance("force_eager"))
-        return StepChecks()
+        return StepRecord()
 
     def start_step(self) -> None:
         if not self.phases:
@@ -45,5 +45,7 @@ class CheckingRecorder(Recorder):
         return []
 
     def details(self) -> dict[str, Any]:
+        from dpbench.verify.script import check_steps
+
         with self.calls.influences.paused():
-            return {"checks": [asdict(check) for check in self.calls.checks()]}
+            return {"checks": [asdict(check) for check in check_steps(self.calls)]}

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.dropout import _DropoutNd
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from dpbench.child.build import build
@@ -19,20 +21,15 @@ from dpbench.core.errors import ConfigurationError
 from dpbench.training.base import Batch, TrainerBase
 from dpbench.training.parallel import gathered, part_of_rank, rank_and_ranks
 from dpbench.verify.reference import Examples, Gradients
-from dpbench.verify.update import (
-    RATE,
-    Parameters,
-    Update,
-    gradients_from_averages,
-    local_shard,
-    state_of,
-    values_of,
-    zero_averages,
-)
 from dpbench.workloads.base import examples_in
 
 ONE_PROCESS: Mapping[str, Any] = MappingProxyType({"parallel": "none", "gpus": 1})
 """Values of the axes ``parallel`` and ``gpus`` of a case that trains in one process."""
+
+RATE = 2.0**30
+"""Learning rate of the checked steps. With SGD, the update is computed as (value before the step -
+value after the step) / `RATE`. The rate is so large that rounding the new value hardly changes this
+result."""
 
 FIRST_RUN_STEPS = 8
 """Number of steps of the first runs, enough to find noise that repeats every few steps, and a
@@ -46,9 +43,23 @@ INITIAL_DEVIATION = 0.02
 LoRA matrix of a pair were zero, the other matrix would have no gradient whose clipping can be
 checked."""
 
+Parameters = Mapping[str, nn.Parameter]
+
 
 class TrainedModel:
-    """A case's model, initial parameters, batches and reference gradients."""
+    """A case's model, initial parameters, batches and reference gradients.
+
+    Attributes:
+        reference: the precision of the reference gradients.
+        changed_frozen: names of frozen parameters that a step has changed.
+        differ_between_ranks: names of parameters that differed between ranks after a step.
+        received: the gradients that an optimizer received in the latest step; empty if none
+            stepped.
+        judges_received: whether `steps` yields what the optimizer receives, although the optimizer
+            is SGD.
+        keeps_weights: whether the trainer copies weights of its own to the model, see
+            `restores_weights`.
+    """
 
     def __init__(self, case: Case, device: torch.device, steps: int) -> None:
         precision = "fp32" if case.precision in (*MIXED, "tf32") else case.precision
@@ -78,17 +89,10 @@ class TrainedModel:
         elements = sum(self.start[name].numel() for name in self.trained)
         self.first_steps = steps if elements > LARGE_MODEL else FIRST_RUN_STEPS
         self.reference = "float64"
-        """The precision of the reference gradients."""
         self.changed_frozen: set[str] = set()
-        """Names of frozen parameters that a step has changed."""
         self.differ_between_ranks: set[str] = set()
-        """Names of parameters that differed between ranks after a step."""
         self.received: Gradients = {}
-        """The gradients that an optimizer received in the latest step; empty if none stepped."""
-        self.judges_received = False
-        """Whether `steps` yields what the optimizer receives, although the optimizer is SGD."""
-        self.keeps_weights = False
-        """Whether the trainer copies weights of its own to the model, see `restores_weights`."""
+        self.judges_received = self.keeps_weights = False
 
     def examples(self) -> list[Examples]:
         """Return the per-sample gradients of each batch, computed in float64 if possible.
@@ -142,23 +146,22 @@ class TrainedModel:
         options = {"noise_multiplier": sigma, "max_grad_norm": threshold, "learning_rate": rate}
         trainer, parameters = self._built(case, seed, **options)
         trained = {name: parameters[name] for name in self.trained}
-        starts = {name: local_shard(self.start[name], p) for name, p in parameters.items()}
+        starts = {name: _local_shard(self.start[name], p) for name, p in parameters.items()}
         before = {name: self.start[name].double() for name in trained}
-        several = case.gpus > 1
         for batch in islice(cycle(batches), number):
             with torch.no_grad():
                 for name, parameter in parameters.items():
                     parameter.copy_(starts[name])
-            own = part_of_this_rank(batch) if several else batch
-            update = self._update(trainer, own, trained, before, plain=case.optimizer == "sgd")
-            self.differ_between_ranks |= names_that_differ(update) if several else set()
+            update = self._update(trainer, _of_this_rank(batch, case), trained, before)
+            if case.gpus > 1:
+                self.differ_between_ranks |= _names_that_differ(update)
             self.changed_frozen |= {
                 name
                 for name, parameter in parameters.items()
                 if name not in trained and not torch.equal(gathered(parameter), self.start[name])
             }
             if self.keeps_weights:
-                before = values_of(trained)
+                before = _values_of(trained)
             yield update
 
     def _built(
@@ -183,31 +186,20 @@ class TrainedModel:
         return trainer, parameters
 
     def _update(
-        self,
-        trainer: TrainerBase,
-        batch: Batch,
-        trained: Parameters,
-        before: Gradients,
-        *,
-        plain: bool,
+        self, trainer: TrainerBase, batch: Batch, trained: Parameters, before: Gradients
     ) -> Gradients:
         """Take a step, and return the gradients with which it updates the parameters.
 
         Parameters that an optimizer other than SGD did not move get zeros. If a trainer merges the
         update with the noise, noisy gradients never exist in memory. In this case, the gradients
         are computed from the optimizer's moving averages, which are set to zero before the step.
-
-        Args:
-            trainer: the trainer.
-            batch: the batch, or this rank's part of it.
-            trained: the trained parameters.
-            before: their values before the step.
-            plain: whether the optimizer of the case is plain SGD.
+        ``before`` has the values of the trained parameters before the step.
         """
-        if not plain:
-            zero_averages(trainer.plain_optimizer)
-        update = self._latest = Update(trainer, trained, batch)
-        self.received, rates, after = update.received, update.rates, values_of(trained)
+        own, plain = trainer.plain_optimizer, self.case.optimizer == "sgd"
+        for average in () if plain else _averages(own).values():
+            average.zero_()
+        step = self._latest = _Step(trainer, trained, batch)
+        self.received, rates, after = step.received, step.rates, _values_of(trained)
         if self.judges_received and self.received:
             return self.received
         if plain:
@@ -220,7 +212,7 @@ class TrainedModel:
         moved = {name for name, value in after.items() if not torch.equal(before[name], value)}
         received = self.received or {name: torch.zeros_like(value) for name, value in after.items()}
         if moved and not self.received:
-            received = gradients_from_averages(trainer.plain_optimizer, trained)
+            received = _gradients_from_averages(own, trained)
         if moved and not received:
             raise ConfigurationError(
                 f"{type(trainer).__name__} does not call plain_optimizer.step() without a closure, "
@@ -237,23 +229,109 @@ class TrainedModel:
         with torch.no_grad():
             for parameter in parameters.values():
                 parameter.add_(1)
-        changed = values_of(parameters)
-        trainer.train_step(part_of_this_rank(batch) if case.gpus > 1 else batch)
-        return any(
-            bool((changed[name] - value > 0.5).any())
-            for name, value in values_of(parameters).items()
-        )
+        changed = _values_of(parameters)
+        trainer.train_step(_of_this_rank(batch, case))
+        after = _values_of(parameters)
+        return any(bool((value - after[name] > 0.5).any()) for name, value in changed.items())
 
     def left(self, *, parameters: bool) -> dict[str, Tensor]:
         """Return what the latest step left behind: buffers, and the state of optimizers.
 
         ``parameters`` adds the trained parameters.
         """
-        update = self._latest
-        left = _buffers(update.trainer.model) | (dict(update.trained) if parameters else {})
-        for optimizer in (update.trainer.plain_optimizer, update.optimizer):
-            left |= state_of(optimizer, update.trained) if optimizer else {}
+        step = self._latest
+        left = _buffers(step.trainer.model) | (dict(step.trained) if parameters else {})
+        for optimizer in filter(None, (step.trainer.plain_optimizer, step.optimizer)):
+            for name, p in step.trained.items():
+                state = optimizer.state.get(p, {}).items()
+                left |= {f"{key} of {name}": v for key, v in state if isinstance(v, Tensor)}
         return {name: gathered(each.detach()).clone() for name, each in left.items()}
+
+
+class _Step:
+    """One step of a trainer, and what an optimizer received in it.
+
+    Attributes:
+        optimizer: the optimizer that stepped: ``plain_optimizer``, or else another optimizer with
+            trained parameters. It is None if none stepped, or if it stepped with a closure.
+        received: the gradients that this optimizer received, by parameter.
+        rates: the learning rate of each parameter in this optimizer, or else in
+            ``plain_optimizer`` before the step.
+    """
+
+    def __init__(self, trainer: TrainerBase, trained: Parameters, batch: Batch) -> None:
+        """Take the step."""
+        self.trainer, self.trained = trainer, trained
+        self.optimizer: Optimizer | None = None
+        self.received: dict[str, Tensor] = {}
+        groups = _groups_by_name(trainer.plain_optimizer, trained)
+        self.rates = {name: float(group["lr"]) for name, group in groups.items()}
+        # The hook is global: trainers may step differently if the optimizer itself has hooks.
+        hook = register_optimizer_step_pre_hook(self._receive)
+        try:
+            trainer.train_step(batch)
+        finally:
+            hook.remove()
+
+    def _receive(self, stepping: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+        groups = _groups_by_name(stepping, self.trained)
+        # A closure would compute gradients only after this hook.
+        closure = len(args) > 1 or options.get("closure") is not None
+        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        if not groups or closure or capturing:
+            return
+        if stepping is not self.optimizer:
+            if self.optimizer is self.trainer.plain_optimizer:
+                return
+            self.optimizer = stepping
+            self.received = {n: torch.zeros_like(v) for n, v in _values_of(self.trained).items()}
+        for name, group in groups.items():
+            self.rates[name] = float(group["lr"])
+            if (gradient := self.trained[name].grad) is not None:
+                self.received[name] += gathered(gradient).double()
+
+
+def _groups_by_name(optimizer: Optimizer, trained: Parameters) -> dict[str, dict[str, Any]]:
+    """Return the parameter group of each trained parameter that an optimizer has."""
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    return {name: groups[id(p)] for name, p in trained.items() if id(p) in groups}
+
+
+def _averages(optimizer: Optimizer) -> dict[Any, Tensor]:
+    """Return the moving average of gradients that an optimizer keeps for each parameter, if any."""
+    found = {p: s.get("exp_avg", s.get("momentum_buffer")) for p, s in optimizer.state.items()}
+    return {p: average for p, average in found.items() if average is not None}
+
+
+def _gradients_from_averages(optimizer: Optimizer, trained: Parameters) -> dict[str, Tensor]:
+    """Compute the gradients of one step from an optimizer's moving averages that began at zero.
+
+    Return an empty dict if the optimizer has no such averages, or if its options, such as coupled
+    weight decay, do not allow the computation.
+    """
+    averages, groups = _averages(optimizer), _groups_by_name(optimizer, trained)
+    found = {}
+    for name, parameter in trained.items():
+        group = groups.get(name, {})
+        decays = group.get("weight_decay") and not group.get("decoupled_weight_decay")
+        unknown = decays or group.get("dampening") or group.get("maximize")
+        if unknown or parameter not in averages:
+            return {}
+        average = gathered(averages[parameter]).double()
+        found[name] = average / (1 - group.get("betas", (0.0,))[0])
+    return found
+
+
+def _values_of(parameters: Parameters) -> dict[str, Tensor]:
+    """Return whole parameters in float64, gathered from the ranks' shards."""
+    return {name: gathered(p.detach()).double() for name, p in parameters.items()}
+
+
+def _local_shard(whole: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Return this rank's shard of a value, or the whole value of an unsharded parameter."""
+    if not isinstance(parameter, DTensor):
+        return whole
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements)
 
 
 def name_in_model(name: str) -> str:
@@ -267,13 +345,15 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name_in_model(name): buffer for name, buffer in model.named_buffers()}
 
 
-def part_of_this_rank(batch: Batch) -> Batch:
-    """Return the examples of a batch that this rank trains."""
+def _of_this_rank(batch: Batch, case: Case) -> Batch:
+    """Return the examples of a batch that this rank trains, if the case has several ranks."""
+    if case.gpus == 1:
+        return batch
     own = part_of_rank(examples_in(batch), *rank_and_ranks())
     return pytree.tree_map(lambda tensor: tensor[own], batch)
 
 
-def names_that_differ(values: Gradients) -> set[str]:
+def _names_that_differ(values: Gradients) -> set[str]:
     """Return the names of tensors whose elements are not equal in all ranks."""
     flat = torch.cat([value.flatten() for value in values.values()])
     least, most = flat.clone(), flat

@@ -1,36 +1,71 @@
-"""Runs all checks of a trainer, on the model of a case and on a linear layer."""
+"""Runs all checks of a trainer, on the model of a case and on a linear layer.
+
+The batches of a workload need not contain difficult examples. In the linear layer, chosen inputs
+and output gradients make the contributions of an example's tokens to the example's norm cancel, or
+make norms overflow or become NaN. Layers of other kinds are not checked in this way.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from itertools import product
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from dpbench.child.build import build, labels_of, pick_device
+from dpbench.child.build import build, labels_of, pick_device, workload_of
 from dpbench.core.case import Case
-from dpbench.core.case_names import names_of, resolve
 from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.core.names import parted, read_parameters
+from dpbench.core.registry import names_of, resolve
 from dpbench.launch.fork_server import postpone
 from dpbench.launch.processes import new_process
 from dpbench.launch.ranks import on_all_ranks
+from dpbench.training.base import Batch
 from dpbench.training.correlated_noise import INDEPENDENT
 from dpbench.training.standard import StandardTrainer
-from dpbench.verify.check_result import Check
-from dpbench.verify.layer import check_layer
+from dpbench.verify.check_result import IN_RANK_0, NOT_JUDGED, Check
+from dpbench.verify.noise import check_noise
 from dpbench.verify.reference import CLIPS, Gradients
-from dpbench.verify.verification import Verification
+from dpbench.verify.verification import ROUNDED_SIGMA, SIGMA, Verification
+from dpbench.workloads.base import Workload
 
 CHOSEN_BY_VERIFY = ("learning_rate", "noise_multiplier", "max_grad_norm")
 """Parameters of trainers that the checks set, so the trainer's name must not contain them."""
 
 OTHER_PROCESS_SEED = 1000
 """Seed of the run in the other process. This process uses the seeds 1, 20 000, 3, 40 000, …"""
+
+OUT_FEATURES = 32
+NOISE_STEPS = 240
+"""Number of noisy steps. Together they have half a million elements of noise. In so many elements,
+some must be more than 4 standard deviations from zero."""
+LEFT_STEPS = 60
+"""Number of steps after which `Verification.left_behind` judges what they leave."""
+NOISE_THRESHOLD = 1e-8
+"""Clipping threshold of the noisy steps, as a share of `Verification.below_all`. It is so small
+that an unclipped gradient is visible in the noise."""
+SHAPES = ((2, 64), (128, 32), (16, 256))
+"""Pairs of an example's number of tokens and number of input features. The first pair is for the
+noise and for `_not_finite`, the other pairs are for `_tokens_alike`."""
+SMALL_SHARE = 1e-9
+"""Factor by which `_tokens_alike` scales the gradients of all examples of a batch except the
+first."""
+TRIES = 8
+"""Number of batches in `_tokens_alike`. Rounding makes some norms too large and others too small,
+and only a norm that is too small makes a clipped gradient too large."""
+SLACK = 0.1
+"""Share of C/B by which `_not_finite` allows an example to exceed C/B, because the gradients of the
+other examples have rounding errors. C is the clipping threshold and B the batch size."""
+NOT_FINITE = (math.nan, math.inf, 1e30)
+"""Values that replace one element of the inputs or of the output gradients. The square of 1e30
+overflows float32."""
 
 
 def verify(case: Case, device: str = "auto", *, processes: bool = False) -> list[Check]:
@@ -132,3 +167,169 @@ def _take_noisy_steps(case: Case, device: str) -> list[dict[str, Any]]:
 def _noise_of_rank(device: str, case: Case) -> list[dict[str, Any]]:
     steps = _verification(case, pick_device(device)).steps_elsewhere(OTHER_PROCESS_SEED)
     return [{name: g.float().cpu().numpy() for name, g in step.items()} for step in steps]
+
+
+# --- a linear layer ------------------------------------------------------------------------------
+
+
+class LinearLayer(Workload):
+    """A linear layer with chosen output gradients.
+
+    The loss is the sum of output × chosen gradient. So the gradient of the loss with respect to the
+    output is the chosen gradient.
+
+    Args:
+        length: number of tokens of an example.
+        width: number of input features.
+    """
+
+    def __init__(self, *, length: int = 2, width: int = 64) -> None:
+        self.length, self.width = length, width
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(self.width, OUT_FEATURES))
+
+    def batches(self, batch_size: int) -> Iterator[Batch]:
+        while True:
+            shape = batch_size, self.length
+            yield torch.randn(*shape, self.width), torch.randn(*shape, OUT_FEATURES)
+
+    def losses(self, model: Any, batch: Batch) -> Tensor:
+        inputs, gradients = batch
+        losses: Tensor = (model(inputs) * gradients).flatten(1).sum(1)
+        return losses
+
+    def blocks(self, model: nn.Module) -> Iterable[nn.Module]:
+        return model.children()
+
+
+def check_layer(
+    case: Case, device: torch.device, clips: str, weights: Sequence[float]
+) -> Iterator[Check]:
+    """Yield the checks on a linear layer, with the case's precision and ranks.
+
+    If the trainer cannot train a linear layer, the checks are not judged.
+    """
+    all_steps = f"{NOISE_STEPS} steps"
+    names = f"gradient: {all_steps}", f"noise: {all_steps}", "tokens alike", "norms not finite"
+    try:
+        noisy, *others = [
+            Verification(layer_case(case, *s), device, clips, weights) for s in SHAPES
+        ]
+        whole, threshold = noisy.batchings[0], NOISE_THRESHOLD * noisy.below_all
+        gradient = noisy.gradient("", whole, noisy.half, ROUNDED_SIGMA, NOISE_STEPS)
+        for other in others:
+            other.model.keeps_weights = noisy.model.keeps_weights
+            other.model.judges_received = noisy.model.judges_received
+        draws = noisy.draws(whole, SIGMA, threshold, NOISE_STEPS)
+    except Exception as error:
+        why = f"trains no linear layer: {' '.join(str(error).split()) or type(error).__name__}"
+        yield from (Check(name, NOT_JUDGED, "", "", [why[:80]]) for name in names)
+        return
+    yield replace(gradient, name=names[0])
+    left = noisy.left_behind(LEFT_STEPS)
+    yield replace(left, name=f"{left.name}: {LEFT_STEPS} steps")
+    if noisy.judges_noise:
+        checks = [*check_noise(draws, noisy.model.dtype, "parameters, steps")]
+        wrong = [f"{c.name.removeprefix('noise: ')}: {line}" for c in checks for line in c.wrong]
+        yield Check.judged(names[1], wrong, "", checks[0].error_text)
+    else:
+        yield Check(names[1], NOT_JUDGED, "", IN_RANK_0)
+    yield _tokens_alike(names[2], others)
+    yield _not_finite(names[3], noisy)
+
+
+def layer_case(case: Case, length: int, width: int) -> Case:
+    """Make a small case of the same trainer on a linear layer."""
+    parts = min(case.micro_batches, 2)
+    return resolve(
+        Case(
+            case.trainer,
+            2 * parts * case.gpus,
+            precision=case.precision,
+            workload=f"{__name__}:{LinearLayer.__name__}:length={length},width={width}",
+            micro_batches=parts,
+            parallel=case.parallel,
+            gpus=case.gpus,
+        )
+    )
+
+
+def _tokens_alike(name: str, layers: Sequence[Verification]) -> Check:
+    """Check clipping of an example if a large number, the offset, is added to all its inputs.
+
+    The example's output gradients sum to zero over its tokens, so the offset does not change the
+    gradient of the weight. Ghost clipping computes a squared norm as a sum of products over pairs
+    of tokens. The offset makes these products large, and some of them negative. So rounding can
+    make their sum much too small, or even negative.
+    """
+    precise = layers[0].case.precision == "fp32"
+    offset, off = (1e4, 1e-3) if precise else (100.0, torch.finfo(torch.bfloat16).eps)
+    wrong, most = [], 0.0
+    for layer in layers:
+        for batching in layer.batchings:
+            size = batching.case.batch_size
+            batches = [_batch_alike(layer, size, offset, paired=i % 2 == 0) for i in range(TRIES)]
+            steps = layer.model.steps(batching.case, TRIES, batches, 0.0, 1.0)
+            worst = max(size * _norm(step) for step in steps)
+            most = max(most, worst)
+            if not worst <= 1 + off:
+                wrong.append(
+                    f"an example with {offset:g} added to its inputs moves parameters by "
+                    f"{worst:.4g} C/B{batching.label}, but at most {1 + off:.4g} C/B is allowed"
+                )
+    return Check.judged(name, wrong, "", f"{most:.4g} C/B (≤ {1 + off:.4g})")
+
+
+def _batch_alike(layer: Verification, size: int, offset: float, *, paired: bool) -> Batch:
+    """Make a batch of examples with an offset, in which only the first has large gradients.
+
+    The output gradients of an example sum to zero over all tokens. If ``paired``, the output
+    gradients of tokens 1 and 2, of tokens 3 and 4, and so on, each sum to about zero.
+    """
+    inputs, gradients = next(iter(workload_of(layer.case).batches(1)))
+    if paired:
+        gradients[:, 1::2] = -gradients[:, ::2]
+    gradients = gradients - gradients.mean(1, keepdim=True)
+    gradients = torch.cat([gradients, SMALL_SHARE * gradients.expand(size - 1, -1, -1)])
+    inputs = (inputs + offset).expand(size, -1, -1)
+    return tuple(t.to(layer.model.device, layer.model.dtype) for t in (inputs, gradients))
+
+
+def _not_finite(name: str, layer: Verification) -> Check:
+    """Check that an example whose norm is not finite moves no finite parameter too far.
+
+    All elements of parameters that stay finite may together move by at most C/B, the clipping
+    threshold divided by the batch size. The trainer may refuse the example, leave the example out,
+    clip its gradient, or make parameters not finite.
+    """
+    if layer.case.gpus > 1:
+        return Check(
+            name, NOT_JUDGED, "", "with several ranks: if one rank refused, the others would wait"
+        )
+    wrong, most, threshold = [], 0.0, layer.below_all
+    for batching in layer.batchings:
+        factors = batching.examples[0].factors(layer.clips, threshold).clone()
+        factors[0] = 0
+        others = batching.examples[0].mean(factors)
+        for value, which in product(NOT_FINITE, range(2)):
+            batch = [tensor.clone() for tensor in batching.batches[0]]
+            for tensor in batch:
+                tensor[0] *= 10
+            batch[which][0, 0, 0] = value
+            try:
+                [step] = layer.model.steps(batching.case, 1, [tuple(batch)], 0.0, threshold)
+            except Exception:
+                continue  # the trainer refuses the example
+            moved = {n: (g - others[n]).nan_to_num(0, 0, 0) for n, g in step.items()}
+            times = _norm(moved) * batching.case.batch_size / threshold
+            most = max(most, times)
+            if times > 1 + SLACK:
+                where = ("an input", "an output gradient")[which]
+                example = f"an example with {value} in {where}{batching.label}"
+                wrong.append(f"{example} moves finite parameters by {times:.4g} C/B")
+    return Check.judged(name, wrong, "", f"{most:.4g} C/B (≤ {1 + SLACK:g})")
+
+
+def _norm(gradients: Gradients) -> float:
+    return float(torch.stack([g.norm() for g in gradients.values()]).norm())

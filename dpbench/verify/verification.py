@@ -17,11 +17,9 @@ from dpbench.core.case import Case
 from dpbench.training.correlated_noise import INDEPENDENT, whitening
 from dpbench.training.parallel import rank_and_ranks
 from dpbench.verify.check_result import IN_RANK_0, NOT_JUDGED, Check
-from dpbench.verify.left_behind import holds_no_data
-from dpbench.verify.noise import check_noise
-from dpbench.verify.noise_draw import Draw
+from dpbench.verify.noise import Draw, check_noise
 from dpbench.verify.reference import NEGLIGIBLE, Examples, Gradients, distances, thresholds
-from dpbench.verify.trained_model import ONE_PROCESS, TrainedModel
+from dpbench.verify.trained_model import ONE_PROCESS, RATE, TrainedModel
 from dpbench.workloads.base import Batch
 
 STEPS = 2
@@ -45,9 +43,14 @@ THRESHOLD = 0.7
 LOW_THRESHOLD = 1e-3
 """Clipping threshold with σ = `SMALL_SIGMA`, as a share of `Verification.below_all`. It makes
 unclipped gradients stand out from the noise."""
-DATA_THRESHOLD = 1e-9
-"""Clipping threshold of `Verification.left_behind`, as a share of `Verification.below_all`. A raw
-gradient stands out from noise in proportion to so small a threshold."""
+DATA_SIGMA, DATA_THRESHOLD = 1e6, 1e-9
+"""Noise multiplier σ of `Verification.left_behind`, and its clipping threshold as a share of
+`Verification.below_all`. A raw gradient stands out from noise in proportion to so small a
+threshold."""
+DATA_SHARE = 0.01
+"""Largest change by one example in `Verification.left_behind`, as a share of the deviation."""
+DATA_SEEDS = 4
+"""Number of runs with different noise in `Verification.left_behind`."""
 NO_OPTIMIZER = ", if the movement is SGD's, since the trainer calls no step() of an optimizer"
 """End of a message about a trainer that moves parameters itself."""
 MIN_NOISE = 128
@@ -56,8 +59,8 @@ enough to detect noise that has twice the correct standard deviation."""
 SEED_STRIDE = 10_000
 """Factor between a run's number and its seed, if the number is even. `build` derives a seed for
 each rank from an even seed. The factor keeps the derived seeds larger than all odd seeds."""
-KEPT_NOISE = 2**16
-"""Largest number of noise elements of each parameter that are kept if σ < `SIGMA`."""
+MOST_NOISE = 2**16
+"""Largest number of noise elements of each parameter of a run with σ < `SIGMA` that is judged."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,10 @@ class Verification:
         device: the device to train on.
         clips: the trainer's label ``clips``: ``flat`` or ``per layer``.
         weights: the trainer's ``noise_weights``; a single weight if noise is independent.
+
+    Attributes:
+        half, below_all, above_all: thresholds that about half, all and none of the norms exceed.
+        judges_noise: whether this process judges the noise. Of several ranks, only rank 0 does.
     """
 
     def __init__(
@@ -94,11 +101,12 @@ class Verification:
         self.model = TrainedModel(case, device, STEPS)
         self.examples = self.model.examples()
         self.half, self.below_all, self.above_all = thresholds(self.examples, clips)
-        batches = self.model.batches
+        self.judges_noise = rank_and_ranks()[0] == 0
         whole = replace(case, micro_batches=1)
-        self.batchings = [Batching("", whole, batches, self.examples)]
+        self.batchings = [Batching("", whole, self.model.batches, self.examples)]
         if (parts := case.micro_batches) > 1:
-            self.batchings.append(Batching(f" in {parts} parts", case, batches, self.examples))
+            label = f" in {parts} parts"
+            self.batchings.append(Batching(label, case, self.model.batches, self.examples))
         self.batchings.append(self._one_by_one())
         if case.sampling == "poisson":
             self.batchings += map(self._of_size, (0, 1, case.batch_size + 1 + case.batch_size % 2))
@@ -144,7 +152,8 @@ class Verification:
             other_process: noisy steps of another process. Their noise must not occur in this
                 process.
         """
-        yield Check.judged("reference", [], "", self.model.reference)
+        model, ranks = self.model, self.case.gpus
+        yield Check.judged("reference", [], "", model.reference)
         yield self._first_gradient()
         draws = self.draw_all(other_process)
         sigmas = (ROUNDED_SIGMA, ROUNDED_SIGMA, 0.0)
@@ -155,18 +164,16 @@ class Verification:
                 yield self.gradient(", half clipped", batching, self.half, 0.0)
         if self.judges_noise:
             runs = "parameters, steps, runs" + ", processes" * bool(other_process)
-            yield from check_noise(draws, self.model.dtype, runs)
+            yield from check_noise(draws, model.dtype, runs)
         else:
             yield Check("noise", NOT_JUDGED, "", IN_RANK_0)
-        yield self.left_behind(self.model.first_steps)
-        changed = [f"{name}: is frozen, but changes" for name in sorted(self.model.changed_frozen)]
-        frozen = len(self.model.start) - len(self.model.trained)
-        yield Check.judged("frozen parameters stay", changed, "", f"{frozen} frozen")
-        if (ranks := self.case.gpus) > 1:
-            differing = [
-                f"{name}: ranks differ after a step"
-                for name in sorted(self.model.differ_between_ranks)
-            ]
+        yield self.left_behind(model.first_steps)
+        changed = [f"{name}: is frozen, but changes" for name in sorted(model.changed_frozen)]
+        frozen = f"{len(model.start) - len(model.trained)} frozen"
+        yield Check.judged("frozen parameters stay", changed, "", frozen)
+        if ranks > 1:
+            names = sorted(model.differ_between_ranks)
+            differing = [f"{name}: ranks differ after a step" for name in names]
             yield Check.judged("ranks agree", differing, "", f"{ranks} ranks")
 
     # --- gradients -------------------------------------------------------------------------------
@@ -201,24 +208,22 @@ class Verification:
                 model.judges_received = model.keeps_weights = False
         near = 1e-3 if case.precision == "fp32" else 0.05
         parts = case.micro_batches * case.gpus
-        known = cache(
-            lambda i: self._examples(batching, i).candidate_means(self.clips, threshold, parts)
-        )
+        known = cache(lambda i: batching.examples[i].candidate_means(self.clips, threshold, parts))
         wrong = []
         for name in model.trained:
             if off := [i for i, step in enumerate(far) if step[name] > tolerance]:
-                i = off[0]
-                error = self._examples(batching, i).diagnose(name, steps[i][name], known(i), near)
+                i, batch = off[0], off[0] % STEPS
+                error = batching.examples[batch].diagnose(name, steps[i][name], known(batch), near)
                 error = error or f"off by {far[i][name]:.2g} of its norm"
                 error += "" if model.received else NO_OPTIMIZER * (case.optimizer == "sgd")
                 wrong.append(f"{name}: {f'from step {i + 1} on, ' if i else ''}{error}")
-        most = _largest(far)
-        worst = next(name for step in far for name in step if step[name] == most)
+        most, worst = max((step[name], name) for step in far for name in step)
         name = f"gradient{batching.label}{what}"
         return Check.judged(name, wrong, worst, f"{most:.2g} (≤ {tolerance:.2g})")
 
-    def _examples(self, batching: Batching, step: int) -> Examples:
-        return batching.examples[step % STEPS]
+    def _first_gradient(self) -> Check:
+        first, number = self.batchings[0], self.model.first_steps
+        return self.gradient(", half clipped", first, self.half, 0.0, number)
 
     def distances(
         self, batching: Batching, steps: Sequence[Gradients], threshold: float
@@ -256,16 +261,7 @@ class Verification:
         least = ROUNDED_TWICE if batching.case.precision != "tf32" else 0.0
         return min(max(of_opacus, least), 0.5)
 
-    def left_behind(self, number: int) -> Check:
-        """Check that noise hides how one example changes what ``number`` steps leave behind."""
-        return holds_no_data(self.model, self.case, DATA_THRESHOLD * self.below_all, number)
-
     # --- noise -----------------------------------------------------------------------------------
-
-    @property
-    def judges_noise(self) -> bool:
-        """True if this process judges the noise. If there are several ranks, only rank 0 does."""
-        return rank_and_ranks()[0] == 0
 
     def draw_all(self, other_process: Iterable[Gradients]) -> list[Draw]:
         """Collect the noise of runs for each `Batching` with several noise multipliers σ.
@@ -311,10 +307,6 @@ class Verification:
         self._first_gradient()
         yield from self._noisy_steps(self.batchings[0], SIGMA, THRESHOLD, STEPS, seed)
 
-    def _first_gradient(self) -> Check:
-        first, number = self.batchings[0], self.model.first_steps
-        return self.gradient(", half clipped", first, self.half, 0.0, number)
-
     def _noisy_steps(
         self, batching: Batching, sigma: float, threshold: float, steps: int, seed: int
     ) -> Iterator[Gradients]:
@@ -349,6 +341,7 @@ class Verification:
         slack = allowed * scale * threshold
         newest, *weights = self.weights
         before: deque[Gradients] = deque(maxlen=len(weights))
+        most = MOST_NOISE if sigma < SIGMA else None
         for i, step in enumerate(steps):
             clipped = self._clipped(self.batchings.index(batching), i % STEPS, threshold)
             noise = {name: ((g - clipped[name]) * scale).flatten() for name, g in step.items()}
@@ -359,8 +352,7 @@ class Verification:
             before.appendleft(dict(noise))
             times = sum(map(abs, whitening(self.weights, i + 1)))
             draw = Draw.beside(clipped, run, i + 1, noise, slack * times)
-            kept = KEPT_NOISE if sigma < SIGMA else None
-            yield replace(draw, noise={name: z[:kept].float() for name, z in noise.items()})
+            yield replace(draw, noise={name: z[:most].float() for name, z in noise.items()})
 
     def _of_rounding(self, batching: Batching) -> float:
         """Return how large gradients that are only rounding errors may become, as a share of C.
@@ -374,6 +366,67 @@ class Verification:
         rounded = sum(size < NEGLIGIBLE * max(sizes) for size in sizes)
         return float((rounded / len(sizes)) ** 0.5)
 
+    # --- what steps leave behind -----------------------------------------------------------------
+
+    def left_behind(self, number: int) -> Check:
+        """Check that noise hides how one example changes what ``number`` steps leave behind.
+
+        The same steps are taken with several seeds of the noise, and with one example of each batch
+        replaced. An element of `TrainedModel.left` may change with the example by at most
+        `DATA_SHARE` of its standard deviation over seeds. An element that is a linear function of n
+        noisy updates changes by at most 2√n/σ of its deviation. With σ = `DATA_SIGMA` and n = 60,
+        this exceeds `DATA_SHARE` only if the deviation of `DATA_SEEDS` values is below 1/600 of the
+        true one. This has a probability below 2e-8, by the bound on a mean square in
+        `dpbench.verify.noise`. The movement of parameters by plain SGD is judged elsewhere.
+
+        A change by an example counts if it occurs with two seeds. With one seed, noise close to
+        zero may let an example change the sign of an element.
+        """
+        model = self.model
+        parameters = model.judges_received or self.case.optimizer != "sgd"
+
+        def after(batches: Sequence[Batch], seed: int) -> Gradients:
+            threshold = DATA_THRESHOLD * self.below_all
+            list(model.steps(self.case, number, batches, DATA_SIGMA, threshold, seed, RATE))
+            return model.left(parameters=parameters)
+
+        name = "buffers hold no data"
+        if not model.left(parameters=parameters):
+            return Check.judged(name, [], "", "no buffers")
+        first, second = model.batches
+        others = [_with_first(second, 0, first), _with_first(second, -1, second)]
+        runs = [after(model.batches, 1 + seed) for seed in range(DATA_SEEDS)]
+        changed = [after(others, 1), after(others, 2)]
+        wrong = []
+        for left in dict.fromkeys(each for run in (*runs, *changed) for each in run):
+            shapes = {run[left].shape if left in run else None for run in (*runs, *changed)}
+            if len(shapes) > 1:
+                wrong.append(f"{left}: its shape changes with the noise or with an example")
+                continue
+            values = torch.stack([run[left].double() for run in runs])
+            eps = torch.finfo(kind).eps if (kind := runs[0][left].dtype).is_floating_point else 0.0
+            hidden = DATA_SHARE * values.std(0) + 2 * eps * values.abs().amax(0)
+            differ = [
+                _differ(v, run[left], hidden) for v, run in zip(values, changed, strict=False)
+            ]
+            if (differ[0] & differ[1]).any():
+                again = after(model.batches, 1)[left]
+                error = "noise does not hide how one example changes it"
+                if _differ(values[0], again, hidden).any():
+                    error = "cannot be judged, because it differs between two equal runs"
+                wrong.append(f"{left}: {error}")
+        return Check.judged(name, wrong, "", f"{len(runs[0])} tensors")
+
 
 def _largest(far: Sequence[dict[str, float]]) -> float:
     return max(distance for step in far for distance in step.values())
+
+
+def _with_first(source: Batch, i: int, batch: Batch) -> Batch:
+    """Replace the first example of a batch with example ``i`` of another batch."""
+    return pytree.tree_map(lambda new, old: torch.cat([new[i][None], old[1:]]), source, batch)
+
+
+def _differ(a: Tensor, b: Tensor, hidden: Tensor) -> Tensor:
+    """Return where two values differ by more than ``hidden``. Both may be the same NaN or inf."""
+    return ~((a == b) | (a.isnan() & b.isnan()) | ((a - b).abs() <= hidden))

@@ -21,8 +21,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dpbench.core.case import lora_rank
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.model_size import lora_rank
 from dpbench.workloads.base import Workload
 
 

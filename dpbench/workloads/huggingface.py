@@ -23,8 +23,8 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dpbench.core.case import positive
 from dpbench.core.errors import ConfigurationError, unknown
-from dpbench.core.model_size import positive
 from dpbench.workloads.base import Batch, Workload
 from dpbench.workloads.resnet import random_images
 from dpbench.workloads.transformer import (

@@ -9,8 +9,8 @@ import torch
 from opacus.layers import DPGRU, DPLSTM, DPRNN
 from torch import Tensor, nn
 
+from dpbench.core.case import positive
 from dpbench.core.errors import ConfigurationError, unknown
-from dpbench.core.model_size import positive
 from dpbench.workloads.base import Batch, Workload
 from dpbench.workloads.transformer import OpacusSelfAttention
 

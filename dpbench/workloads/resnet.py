@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dpbench.core.case import positive
 from dpbench.core.errors import unknown
-from dpbench.core.model_size import positive
 from dpbench.workloads.base import Batch, Workload
 
 GROUPS = 32

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
-from dpbench.core.case import ATTENTIONS
+from dpbench.core.case import ATTENTIONS, ModelSize
 from dpbench.core.errors import ConfigurationError, unknown
-from dpbench.core.model_size import ModelSize
 from dpbench.core.registry import MODELS, called
 from dpbench.workloads.base import Batch, Workload
 

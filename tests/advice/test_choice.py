@@ -116,11 +116,6 @@ def test_a_method_that_refuses_is_told_with_its_reason_and_never_named() -> None
     assert "dpsgd_fgc" not in {*advice.frame.trainer}
 
 
-def test_more_memory_never_makes_the_largest_batch_smaller() -> None:
-    small, large = (advise(TINY, trainers=["dpsgd"], memory=m).frame for m in (1.6e9, 1.7e9))
-    assert (large.largest_batch >= small.largest_batch).all()
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [

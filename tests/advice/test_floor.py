@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dpbench.advice.choice import advise
-from dpbench.advice.least_bytes import norm_reads
+from dpbench.advice.footprint import norm_reads
 from dpbench.core.case import Case
 
 LINEAR = Case("dpsgd", 4, workload="layer", set="layer=linear,width=16,length=0")

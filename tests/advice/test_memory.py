@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dpbench.advice.choice import MAX_BATCH, largest_batch, needed, parse_memory
 from dpbench.advice.footprint import Count, Footprint
-from dpbench.advice.memory import MAX_BATCH, largest_batch, needed, parse_memory
 from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
 
@@ -20,9 +20,8 @@ def footprint(parts: int, lines: list[tuple[int, int]]) -> Footprint:
     counts = [
         Count(
             size,
-            0,
             [],
-            [("clip", f"{i}", *3 * [(a + b * size) * 10**9]) for i, (a, b) in enumerate(lines)],
+            [("clip", f"{i}", (a + b * size) * 10**9) for i, (a, b) in enumerate(lines)],
             0,
             0,
             False,

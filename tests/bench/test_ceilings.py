@@ -37,19 +37,10 @@ def test_without_a_gpu_one_line_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert main([]) == 2
+    assert main() == 2
     printed = capsys.readouterr()
     [line] = printed.err.splitlines()
     assert (printed.out, "no CUDA GPU is visible here" in line) == ("", True)
-
-
-def test_help_needs_no_gpu(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
-    assert "Measure the ceilings of a GPU" in capsys.readouterr().out
 
 
 def test_they_are_the_roofs_of_their_device_alone(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from dpbench.commands.verify import run_checks
 from dpbench.core.case import Case
-from dpbench.core.case_names import resolve
 from dpbench.core.errors import DpbenchError
+from dpbench.core.registry import resolve
 from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.observe import observe
 from dpbench.verify.check_result import Check

@@ -6,8 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +13,34 @@ import pytest
 import torch
 
 from bench import upstream
-from dpbench import Case
-from tests.logical.layers import count
+
+
+def diff_of(name: str) -> dict[str, str]:
+    """The part of a page's diff for each file."""
+    (diff,) = upstream.blocks(name, "diff")
+    parts = re.split(r"^--- a/\S+\n\+\+\+ b/(\S+)\n", diff, flags=re.M)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
 @pytest.mark.parametrize("name", upstream.names())
 def test_a_diff_applies_to_the_installed_opacus(name: str, tmp_path: Path) -> None:
     upstream.patched(name, tmp_path)
-    page = (upstream.PAGES / f"{name}.md").read_text(encoding="utf-8")
-    for file in re.findall(r"^\+\+\+ b/(\S+)", page, re.M):
+    for file in diff_of(name):
         compile((tmp_path / file).read_text(encoding="utf-8"), file, "exec")
-    assert "```diff" in page
+
+
+def test_all_diffs_together_have_the_lines_of_each(tmp_path: Path) -> None:
+    """But for the norm of a bias, to which `norms` adds a bound."""
+    upstream.patched("all", tmp_path)
+    other = {
+        'firsts = getattr(self.module, "first_outputs", [])': "firsts = self.module.first_outputs",
+        "if firsts:  # none under FSDP, whose hooks are others": "if firsts:  # FSDP reduces no",
+    }
+    for name in {*upstream.names()} - {"all", "bias"}:
+        for file, diff in diff_of(name).items():
+            text = (tmp_path / file).read_text(encoding="utf-8")
+            for line in re.findall(r"^\+ *(\S.*)", diff, re.M):
+                assert other.get(line, line) in text, (name, line)
 
 
 @pytest.mark.slow
@@ -39,47 +54,6 @@ def test_opacus_own_tests_of_gradients_pass_with_a_diff(name: str) -> None:
 def test_each_page_with_a_diff_is_in_the_index() -> None:
     index = (upstream.PAGES / "README.md").read_text(encoding="utf-8")
     assert set(re.findall(r"\((\S+)\.md\)", index)) >= set(upstream.names())
-
-
-# --- kept ------------------------------------------------------------------------------------
-
-
-def bytes_of(trainer: str, layer: str) -> float:
-    return count(Case(trainer, 16, workload="layer", set=f"layer={layer}")).logical_bytes
-
-
-@pytest.fixture
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """Lets Opacus store per-sample gradients as the diff does, while it is entered."""
-    upstream.patched("kept", tmp_path)
-    name = "opacus.grad_sample.grad_sample_module"
-    file = (tmp_path / name.replace(".", "/")).with_suffix(".py")
-    spec = spec_from_file_location(f"{name}_kept", file)
-    assert spec
-    assert spec.loader
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    store = "create_or_accumulate_grad_sample"
-    with monkeypatch.context() as patch:
-        patch.setattr(f"{name}.{store}", getattr(module, store))
-        yield patch
-
-
-@pytest.mark.repeats
-@pytest.mark.parametrize("layer", ["rnn", "lstm", "gru"])
-def test_kept_leaves_layers_that_are_used_again_as_they_are(
-    kept: pytest.MonkeyPatch, layer: str
-) -> None:
-    short = f"{layer},width=16,length=3"
-    changed = bytes_of("dpsgd", short)
-    kept.undo()
-    assert changed == bytes_of("dpsgd", short)
-
-
-def test_kept_saves_where_a_layer_is_used_once(kept: pytest.MonkeyPatch) -> None:
-    changed = bytes_of("dpsgd", "linear")
-    kept.undo()
-    assert changed < 0.8 * bytes_of("dpsgd", "linear")
 
 
 # --- norms -----------------------------------------------------------------------------------
@@ -106,13 +80,21 @@ def test_an_update_keeps_the_threshold_with_the_diff(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-# --- the grid --------------------------------------------------------------------------------
+# --- strided ---------------------------------------------------------------------------------
+
+
+def test_per_sample_gradients_of_strided_images_are_as_wrong_as_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (script,) = upstream.blocks("strided", "python")
+    with torch.random.fork_rng():
+        exec(script, {})
+    page = (upstream.PAGES / "strided.md").read_text(encoding="utf-8")
+    assert f"```\n{capsys.readouterr().out}```\n" in page
 
 
 @pytest.mark.slow
-def test_the_grid_of_layers_can_be_counted(tmp_path: Path) -> None:
-    command = ["run", "--grid", "opacus-layers", "--batch-size", "16", "--instrument", "logical"]
-    done = subprocess.run(
-        [sys.executable, "-m", "dpbench", *command], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_they_are_right_with_the_diff(tmp_path: Path) -> None:
+    (script,) = upstream.blocks("strided", "python")
+    done = upstream.with_copy("strided", "-c", script, stdout=subprocess.PIPE)
+    assert re.findall(r" (\d.*)", done.stdout) == 3 * ["0.000 1.000"]

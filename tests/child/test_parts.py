@@ -16,8 +16,8 @@ from dpbench import StandardTrainer, Workload, phase
 from dpbench.child.build import smoke_test
 from dpbench.child.case import run_case
 from dpbench.core.case import Case
-from dpbench.core.case_names import resolve
 from dpbench.core.errors import ConfigurationError
+from dpbench.core.registry import resolve
 from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.timing import TimingRecorder
 from dpbench.training.base import Batch

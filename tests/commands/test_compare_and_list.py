@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 
 from dpbench.commands.cli import main
@@ -250,25 +248,6 @@ def test_columns_are_metrics_and_phases_and_the_largest_change_can_come_first(
     assert [line[-2] for line in of_cell] == ["+2.00%"] * 3 + ["+0.00%"] * 4
     assert main(["compare", "before", "after", "--columns", "dram_byte"]) == 2
     assert "did you mean dram_bytes?" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("storage")
-def test_a_csv_file_has_every_number_before_and_after(tmp_path: Path) -> None:
-    assert main(["compare", "1", "2", "--csv", "changes.csv"]) == 0
-    table = pd.read_csv(tmp_path / "changes.csv")
-    clip = table[(table.metric == "dram_bytes") & (table.phase == "clip")]
-    assert {*clip.run} == {"0002_after"}
-    assert (clip.after / clip.before).tolist() == pytest.approx([1.02] * len(clip))
-    assert len(clip) == 12
-
-
-@pytest.mark.usefixtures("storage")
-def test_a_csv_file_that_cannot_be_written_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    os.mkfifo("pipe")
-    assert main(["compare", "1", "2", "--csv", "pipe"]) == 2
-    said = "pipe: a pipe or a device; name a file, and read it with cat"
-    assert capsys.readouterr().err == f"dpbench compare: {said}\n"
-    assert Path("pipe").is_fifo()
 
 
 def test_runs_that_name_trainers_of_before_are_still_shown_and_compared(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -48,19 +47,3 @@ def test_a_run_that_was_cut_off_is_named(
     assert main(["list", "--storage", str(tmp_path)]) == 0
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"dpbench list: skipped: run file {path} cannot be read: ")
-
-
-def test_a_pipe_among_the_runs_is_named_and_not_waited_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = Storage(tmp_path).allocate("pipe", "NVIDIA H200", "")
-    path.unlink()
-    os.mkfifo(path)
-    refused = f"run file {path} cannot be read: it is a pipe or a device\n"
-    assert main(["list", "--storage", str(tmp_path)]) == 0
-    assert capsys.readouterr().err == f"dpbench list: skipped: {refused}"
-    for command in (["show", "1"], ["compare", "1", "1"]):
-        assert main([*command, "--storage", str(tmp_path)]) == 2
-        assert capsys.readouterr().err == f"dpbench {command[0]}: {refused}"
-    assert main(["show", "/dev/zero"]) == 2
-    assert "no run file /dev/zero" in capsys.readouterr().err

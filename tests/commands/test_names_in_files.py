@@ -10,7 +10,7 @@ import pytest
 
 from dpbench.commands.cli import main
 from dpbench.core import registry
-from dpbench.core.case_names import NAMED
+from dpbench.core.registry import NAMED
 from tests.commands.seeded import run_of
 
 COMMANDS = (

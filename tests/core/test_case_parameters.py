@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 from dpbench.commands.case_arguments import chosen_case
 from dpbench.commands.cli import build_parser
-from dpbench.core.case import PRECISIONS, Case
-from dpbench.core.case_names import import_named, resolve
+from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.names import joined, parted
-from dpbench.core.registry import TRAINERS
+from dpbench.core.registry import TRAINERS, import_named, resolve
 from tests.core.test_case import CELL, refusal
 
 # --- parameters of other workloads -----------------------------------------------------------
@@ -42,7 +41,7 @@ def with_parameters(parameters: dict[str, object], precision: str) -> Case | Non
         return None
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(PARAMETERS, PARAMETERS), min_size=2, max_size=6))
 def test_trainers_with_other_parameters_share_neither_id_nor_report(
     given_: list[tuple[dict[str, object], dict[str, object]]],
@@ -87,19 +86,12 @@ def test_name_without_parameters_is_in_id_and_report_as_it_was() -> None:
     assert case.report_path == Path(folder, "report_dpsgd_bs8_seq256.ncu-rep")
 
 
-def test_report_of_a_trainer_that_looks_like_another_case_is_its_own() -> None:
-    case = Case("mine:a=1_bs4_seq8", 8, 256)
-    assert case.report_path.name == "report_mine@3Aa=1_bs4_seq8_bs8_seq256.ncu-rep"
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"trainer": "dpsgd:clip"}, "write a parameter as dpsgd:NAME=VALUE"),
-        ({"trainer": "dpsgd:clip="}, "a parameter is NAME=VALUE in printable text"),
         ({"trainer": "dpsgd:per-layer=1"}, "a parameter is NAME=VALUE in printable text"),
         ({"trainer": "dpsgd:clip=flat,per_layer"}, "a parameter is NAME=VALUE in printable text"),
-        ({"trainer": "dpsgd:clip=flat,clip=per_layer"}, "clip is given twice, as flat and as per_"),
         (
             {"trainer": "dpsgd:clips=flat"},
             "unknown parameter of trainer dpsgd 'clips'; choose from clip, grad_sample, learning_",
@@ -107,10 +99,6 @@ def test_report_of_a_trainer_that_looks_like_another_case_is_its_own() -> None:
         (
             {"trainer": "dpsgd:batch_size=4"},
             "unknown parameter of trainer dpsgd 'batch_size'; choose from clip, grad_sample",
-        ),
-        (
-            {"trainer": "dpsgd_ghost:clip=per_layer"},
-            "unknown parameter of trainer dpsgd_ghost 'clip'; choose from learning_rate, noise_mu",
         ),
         ({"optimizer": "sgd:lr=1"}, "unknown parameter of optimizer sgd 'lr'; choose from moment"),
         ({"optimizer": "adamw:fused=1"}, "fused of optimizer adamw must be true or false, not 1"),
@@ -126,7 +114,6 @@ def test_report_of_a_trainer_that_looks_like_another_case_is_its_own() -> None:
             "unknown parameter of workload transformer 'depth'; choose from seq_len, model_size",
         ),
         ({"workload": "transformer:seq_len=8"}, "seq_len is given twice, as 256 and as 8"),
-        ({"workload": "transformer:seq_len=x"}, "seq_len is given twice"),
         (
             {"trainer": "tests.core.test_case_parameters:Own:beta"},
             "with parameters as package.module:Class:NAME=VALUE",
@@ -199,19 +186,6 @@ def test_workload_may_have_its_parameters_in_its_name() -> None:
     case = Case("dpsgd", 8, workload="layer:width=64", set={"length": 3})
     assert case == Case("dpsgd", 8, workload="layer", set="width=64,length=3")
     assert case.id == "dpsgd-bs8-layer,length=3,width=64-fp32"
-
-
-@settings(deadline=None, max_examples=200)
-@given(st.lists(st.tuples(PARAMETERS, st.sampled_from(PRECISIONS)), min_size=2, max_size=6))
-def test_cases_with_other_parameters_share_neither_id_nor_report(
-    given_: list[tuple[dict[str, object], str]],
-) -> None:
-    cases = {case for each in given_ if (case := with_parameters(*each))}
-    assert len({case.id for case in cases}) == len({case.report_path for case in cases})
-    assert len({case.id for case in cases}) == len(cases)
-    for case in cases:
-        assert case.id.isprintable()
-        assert with_parameters(case.parameters, case.precision) == case
 
 
 @pytest.mark.parametrize("value", [" ", "two\nlines", "a,b", ""])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,11 +10,9 @@ import pytest
 
 from dpbench.core.errors import ConfigurationError, DpbenchError, unknown
 from dpbench.core.files import (
-    check_distinct_files,
     check_is_file,
     check_writable,
     check_writable_file,
-    mode_of,
 )
 
 
@@ -78,7 +75,7 @@ def test_directory_that_is_a_file_is_refused_by_name(tmp_path: Path, below: str)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("check", [check_is_file, check_writable_file, mode_of])
+@pytest.mark.parametrize("check", [check_is_file, check_writable_file])
 def test_a_path_at_which_one_cannot_look_is_refused_by_name(
     check: Callable[[Path], object], tmp_path: Path
 ) -> None:
@@ -86,19 +83,3 @@ def test_a_path_at_which_one_cannot_look_is_refused_by_name(
     path = tmp_path / ("n" * 300)
     with pytest.raises(ConfigurationError, match=rf"^{re.escape(str(path))}: File name too long$"):
         check(path)
-
-
-def test_nothing_has_no_mode(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    assert [mode_of(tmp_path / name) for name in ("absent", "file/below")] == [0, 0]
-    assert stat.S_ISDIR(mode_of(tmp_path))
-    assert stat.S_ISREG(mode_of(tmp_path / "file"))
-
-
-def test_files_that_are_links_in_a_circle_are_distinct_and_refused_later(tmp_path: Path) -> None:
-    loops = {name: tmp_path / name for name in ("a", "b")}
-    for loop in loops.values():
-        loop.symlink_to(loop.name)
-    check_distinct_files(loops)
-    with pytest.raises(ConfigurationError, match="Too many levels of symbolic links"):
-        check_writable_file(loops["a"])

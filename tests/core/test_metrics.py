@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from importlib.metadata import EntryPoint
 
+import msgspec
 import pytest
 
 from dpbench.core.errors import ConfigurationError
@@ -114,7 +115,8 @@ RATE = Metric("compression_ratio", by=("zip",), how=Share(("packed_bytes", "plai
 
 def test_definition_survives_json() -> None:
     for metric in (*METRICS.values(), OWN, RATE):
-        assert Metric.from_json(json.loads(json.dumps(metric.as_json()))) == metric
+        [saved] = json.loads(json.dumps(Metrics([metric]).definitions([metric.name])))
+        assert msgspec.convert(saved, Metric) == metric
 
 
 def test_lent_metric_is_known_as_long_as_it_is_lent_and_replaces_none() -> None:

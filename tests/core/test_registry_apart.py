@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from dpbench.core.case import Case
-from dpbench.core.case_names import locate, resolve
-from dpbench.core.registry import TRAINERS, Registry
+from dpbench.core.registry import TRAINERS, Registry, locate, resolve
 from dpbench.launch.case_process import python_path
 from tests.core import test_registry
 from tests.core.test_registry import refusal

@@ -12,7 +12,7 @@ import pytest
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.settings import Settings, declare
 from dpbench.instruments import declare_built_in
-from dpbench.instruments.counters.metrics import CounterOptions
+from dpbench.instruments.counters import CounterOptions
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference.md"
 

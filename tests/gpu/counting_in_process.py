@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from dpbench import count_ranges
-from dpbench.instruments.counters.metrics import ALWAYS
-from dpbench.instruments.cupti.ranges import ByPhase, StepCounter
-from dpbench.instruments.cupti.target import Target
+from dpbench.instruments.counters import ALWAYS
+from dpbench.instruments.cupti.ranges import ByPhase, StepCounter, Target
 from dpbench.results.rows import STEP
 from dpbench.training.phases import observed_step, phase
 

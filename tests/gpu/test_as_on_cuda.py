@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dpbench.instruments.logical.operators import FUSED_ON_CUDA
+from dpbench.instruments.logical.rules import FUSED_ON_CUDA
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("alone_on_the_gpu")]
 

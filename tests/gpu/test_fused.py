@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from dpbench import TRAINERS, Case, SimpleBigModel, get_random_dataloader
 from dpbench.child.build import build
 from dpbench.child.case import held_by_graphs, peak_memory
+from dpbench.core.case import ModelSize
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.model_size import ModelSize
 from dpbench.instruments.logical.counter import RealTensorCounter
 from dpbench.training.base import Batch, Momentum
-from dpbench.training.gradient_sums import Sums
+from dpbench.training.clipped_sums import Sums
 from dpbench.training.phases import observed_step
 from dpbench.workloads.axes import checkpoint_blocks, choose_trainable
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpbench.core.model_size import ModelSize
+from dpbench.core.case import ModelSize
 from dpbench.training import kernels
 from dpbench.training.kernels import (
     TILINGS,
@@ -14,8 +14,8 @@ from dpbench.training.kernels import (
     gram_norms_by_kernel,
     gram_sums,
     layer_norm_samples,
+    multiplied_by_kernel,
     products,
-    scaled,
     weighted_sum,
 )
 from dpbench.training.norms import squared_norms_of_alike
@@ -83,7 +83,7 @@ def test_an_example_of_more_numbers_than_32_bits_count(dtype: torch.dtype) -> No
     g = torch.zeros(1, 18_000, 16, dtype=dtype, device="cuda")
     x[0, -2:, -1], g[0, -2:, 0] = 2, 1
     assert squared_norms([x], [g]).tolist() == [16]
-    assert scaled(x, torch.full((1,), 0.5, device="cuda"))[0, -1, -1] == 1
+    assert multiplied_by_kernel(x, torch.full((1,), 0.5, device="cuda"))[0, -1, -1] == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -92,7 +92,9 @@ def test_more_examples_than_a_grid_has_rows(dtype: torch.dtype) -> None:
     expected = x.double().square().sum((1, 2)) * g.double().square().sum((1, 2))
     torch.testing.assert_close(squared_norms([x], [g]), expected, rtol=1e-5, atol=0)
     factors = torch.rand(70_000, device="cuda")
-    torch.testing.assert_close(scaled(x, factors), (x * factors[:, None, None]).to(dtype))
+    torch.testing.assert_close(
+        multiplied_by_kernel(x, factors), (x * factors[:, None, None]).to(dtype)
+    )
 
 
 @pytest.mark.parametrize("tokens", [5, 200, 700])
@@ -186,7 +188,7 @@ def test_examples_are_scaled_as_by_pytorch(width: int, dtype: torch.dtype) -> No
     across = tensor.mT
     for each in (tensor, across, across.contiguous()[:, 1:]):
         expected = (each.double() * factors.double()[:, None, None]).to(dtype)
-        torch.testing.assert_close(scaled(each, factors), expected)
+        torch.testing.assert_close(multiplied_by_kernel(each, factors), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

@@ -17,11 +17,11 @@ from dpbench import TRAINERS, Case, CaseReport
 from dpbench.child.build import build, pick_device
 from dpbench.child.messages import Steps
 from dpbench.child.rank_messages import all_gather
-from dpbench.core.case_names import resolve
 from dpbench.core.errors import CaseTimedOut, ConfigurationError, InstrumentError
 from dpbench.core.gpu import number_of_gpus, visible_gpus, visible_to_case
+from dpbench.core.registry import resolve
 from dpbench.instruments.cupti.cupti import Cupti
-from dpbench.instruments.cupti.target import RECEIVED, SENT, payload_of
+from dpbench.instruments.cupti.ranges import RECEIVED, SENT, payload_of
 from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.timing import Timing
 from dpbench.launch.ranks import on_all_ranks

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpbench.training.noisy_updates import Numbers, noisy_mean, noisy_update
+from dpbench.training.noisy_updates import Scalars, noisy_mean, noisy_update
 from tests.training.test_noisy_updates import RULES
 from tests.training.test_updates import MERGED, Twins
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("alone_on_the_gpu")]
 def drawn(length: int, seed: int) -> Tensor:
     """The noise of a step of plain SGD."""
     moved = torch.zeros(length, device="cuda")
-    numbers = Numbers(1.0, 1.0, rate=-1.0)
+    numbers = Scalars(1.0, 1.0, rate=-1.0)
     noisy_update(moved, [], torch.zeros_like(moved), seed_of(seed), "plain", numbers)
     return moved
 
@@ -35,7 +35,7 @@ def seed_of(seed: int) -> Tensor:
 def test_an_update_is_as_exact_as_its_parameters(
     length: int, rule: str, dtype: torch.dtype, off: float
 ) -> None:
-    n = Numbers(0.0, 0.7, 0.3, 0.2, 0.9, 0.8, 0.4, 0.6, 0.5, 1.1, 0.1)
+    n = Scalars(0.0, 0.7, 0.3, 0.2, 0.9, 0.8, 0.4, 0.6, 0.5, 1.1, 0.1)
     first, second, *moments = (
         torch.rand(length, dtype=torch.float64, device="cuda").to(dtype)
         for _ in range(2 + RULES[rule])
@@ -67,7 +67,7 @@ def test_all_rules_draw_the_noise_that_a_mean_draws(rule: str) -> None:
     torch.testing.assert_close(mean, 1.5 * drawn(length, 7))
     moments = [torch.zeros_like(mean) for _ in range(RULES[rule])]
     values = torch.zeros_like(mean)
-    noisy_update(values, moments, torch.zeros_like(mean), seed_of(7), rule, Numbers(3.0, 0.5, 1.0))
+    noisy_update(values, moments, torch.zeros_like(mean), seed_of(7), rule, Scalars(3.0, 0.5, 1.0))
     for each in moments[:1] or [-values]:
         torch.testing.assert_close(each, mean)
 
@@ -79,7 +79,7 @@ def test_noise_of_several_seeds_is_their_weighted_sum(rule: str) -> None:
     values = torch.zeros(length, device="cuda")
     moments = [torch.zeros_like(values) for _ in range(RULES[rule])]
     of_each = torch.tensor(weights, device="cuda"), torch.tensor(seeds, device="cuda")
-    numbers = Numbers(1.0, 1.0, 1.0)
+    numbers = Scalars(1.0, 1.0, 1.0)
     noisy_update(values, moments, torch.zeros_like(values), of_each[1], rule, numbers, of_each[0])
     for each in moments[:1] or [-values]:
         torch.testing.assert_close(each, expected)

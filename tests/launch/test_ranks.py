@@ -21,9 +21,9 @@ from dpbench.child.case import with_gpus_locked
 from dpbench.child.messages import Steps
 from dpbench.core import gpu
 from dpbench.core.case import Case
-from dpbench.core.case_names import resolve
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.gpu import Gpu
+from dpbench.core.registry import resolve
 from dpbench.core.settings import Settings
 from dpbench.instruments.timing import Timing
 from dpbench.launch.case_process import CaseProcess

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpbench.core.case import ATTENTIONS, AXES, PHASES, PRECISIONS, Case
+from dpbench.core.case import ATTENTIONS, AXES, MODEL_SIZES, PHASES, PRECISIONS, Case
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.model_size import MODEL_SIZES
 from dpbench.core.registry import MODELS, TRAINERS
 from dpbench.results.outcome import with_subject
 from dpbench.results.rows import COLUMNS, STEP, Measurement

@@ -36,7 +36,9 @@ def without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.repeats
 @pytest.mark.usefixtures("without_inductor")
-@pytest.mark.parametrize("trainer", COMPILED)
+@pytest.mark.parametrize(
+    "trainer", ["standard", pytest.param("micro_batch", marks=pytest.mark.slow)]
+)
 def test_compiled_steps_update_as_others_do(trainer: str) -> None:
     case = compiled(trainer, micro_batches=2)
     eager = compiled(trainer, micro_batches=2, compile="off")
@@ -51,7 +53,9 @@ def test_so_do_steps_that_inductor_compiles(trainer: str) -> None:
 
 
 @pytest.mark.usefixtures("without_inductor")
-@pytest.mark.parametrize("axes", [{}, {"sampling": "poisson"}], ids=str)
+@pytest.mark.parametrize(
+    "axes", [{}, pytest.param({"sampling": "poisson"}, marks=pytest.mark.slow)], ids=str
+)
 def test_nothing_is_compiled_in_steps_that_count(axes: dict[str, Any]) -> None:
     case = compiled("standard", **axes)
     outcome = run_case(case, TimingRecorder(3), device="cpu", warmup=1, active=3)

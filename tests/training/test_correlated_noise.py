@@ -10,8 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpbench import StandardTrainer
 from dpbench.core.errors import ConfigurationError
@@ -32,23 +30,12 @@ def test_weights_are_those_of_a_square_root_of_differences(bands: int, steps: in
     np.testing.assert_allclose(twice, [1.0, -1.0, *[0.0] * bands][:bands], atol=1e-12)
 
 
-BANDS = [1, 2, 32]
-
-
-@pytest.mark.parametrize("steps", [1, 2, 57, 200])
-@pytest.mark.parametrize("bands", BANDS)
+@given(bands=st.integers(1, 32), steps=st.integers(1, 200))
 def test_an_example_of_one_step_moves_whitened_noise_by_no_more_than_independent_noise(
     bands: int, steps: int
 ) -> None:
     weights = weights_of("banded", bands, steps)
     assert math.isclose(math.hypot(*whitening(weights, steps)), 1.0, rel_tol=1e-9)
-
-
-def loss(weights: tuple[float, ...], steps: int) -> float:
-    """The largest deviation of a sum of noise over steps, in units of σC."""
-    padded = np.zeros(steps)
-    padded[: len(weights)] = weights[:steps]
-    return math.hypot(*np.cumsum(padded))
 
 
 def test_one_band_is_independent_noise() -> None:
@@ -66,21 +53,15 @@ def test_weights_are_those_of_jax_privacy(bands: int, steps: int) -> None:
 
 
 @pytest.mark.repeats
-@pytest.mark.parametrize("bands", [3, 5])
-def test_noise_drawn_again_moves_seeds_alone(bands: int) -> None:
+def test_noise_drawn_again_moves_seeds_alone() -> None:
+    bands = 3
+
     def bytes_of(trainer: str, noise: str = "") -> float:
         return sum(moved(count(tiny(trainer + noise)), "step"))
 
     banded = f":noise=banded,bands={bands}"
     buffers = len(parameters(tiny()))
     assert 0 < bytes_of("fused", banded) - bytes_of("fused") <= 12 * bands * 5 * buffers
-
-
-def resolve_model() -> nn.Module:
-    from dpbench import SimpleBigModel
-    from dpbench.core.model_size import ModelSize
-
-    return SimpleBigModel(ModelSize(50, 64, 1, 2), max_seq_len=8)
 
 
 @pytest.mark.parametrize(
@@ -95,15 +76,7 @@ def resolve_model() -> nn.Module:
 )
 def test_what_no_noise_can_be_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
-        StandardTrainer(resolve_model(), batch_size=2, **options)
-
-
-@pytest.mark.parametrize("bands", BANDS)
-def test_weights_are_the_same_where_tensors_have_no_data(bands: int) -> None:
-    with FakeTensorMode():
-        counted = weights_of("banded", bands, 33)
-    assert counted == weights_of("banded", bands, 33)
-    assert loss(counted, 33) <= loss(INDEPENDENT, 33) * (1 + 1e-9)
+        StandardTrainer(torch.nn.Linear(2, 2), batch_size=2, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dpbench import TRAINERS, Case, SimpleBigModel, get_random_dataloader
-from dpbench.core.model_size import ModelSize
+from dpbench.core.case import ModelSize
 from dpbench.instruments.logical.logical import Logical
 from dpbench.training import kernels
 from dpbench.training.base import Batch
-from dpbench.training.gradient_sums import ALIGNED, one_buffer
+from dpbench.training.clipped_sums import ALIGNED, one_buffer
 from dpbench.training.graphs import signature
 from dpbench.training.kernels import gram_norms, layer_norm_samples, multiplied
 from dpbench.training.norms import rounded_down, squared_norms_of_alike
@@ -91,7 +91,7 @@ def test_operators_return_the_type_and_shape_that_they_say_without_data(dtype: t
     torch.library.opcheck(ops.wide_product.default, (x, g.mT), test_utils=test_fake)
     sums = x[:, :, :3], g[:, :, :3], True
     torch.library.opcheck(ops.gram_sums.default, sums, test_utils=test_fake)
-    torch.library.opcheck(kernels.scaled, (x, torch.rand(2)), test_utils=test_fake)
+    torch.library.opcheck(kernels.multiplied_by_kernel, (x, torch.rand(2)), test_utils=test_fake)
 
 
 @given(
@@ -109,7 +109,7 @@ def test_a_factor_is_never_rounded_up_nor_by_more_than_a_step(
     assert (above.double() > factors.double()).all()
 
 
-@pytest.mark.parametrize("scale", [multiplied, kernels.scaled])
+@pytest.mark.parametrize("scale", [multiplied, kernels.multiplied_by_kernel])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_an_example_is_scaled_by_the_whole_factor_and_rounded_once(
     dtype: torch.dtype, scale: Callable[[Tensor, Tensor], Tensor]

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dpbench import TRAINERS, Batch, Case, Workload
-from dpbench.core.errors import DpbenchError
 from dpbench.training.base import Momentum
 from dpbench.verify.reference import Examples
 from dpbench.verify.verification import Verification
@@ -200,17 +199,9 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
 }
 
 
-CANNOT = {
-    PLAIN: {"recurrent"},
-    "fused": {"recurrent"},
-}
-"""What is refused."""
-
 CLIPPED = [
-    (layers, trainer)
-    for layers in LAYERS
-    for trainer in PRIVATE
-    if layers not in CANNOT.get(trainer, ())
+    *((layers, trainer) for layers in LAYERS if layers != "recurrent" for trainer in BOTH),
+    *((layers, "micro_batch") for layers in ("3-D", "recurrent")),
 ]
 
 
@@ -246,20 +237,6 @@ def test_each_parameter_moves_by_the_mean_of_its_clipped_per_example_gradients(
     for parameter, old, gradient in zip(trained, before, expected, strict=True):
         assert gradient.any()
         assert (old - parameter - gradient).norm() <= 1e-5 * gradient.norm()
-
-
-@pytest.mark.parametrize(
-    ("trainer", "layers"), [(t, each) for t in CANNOT for each in sorted(CANNOT[t])]
-)
-def test_what_a_method_cannot_clip_it_refuses(trainer: str, layers: str) -> None:
-    workload = Given(*LAYERS[layers])
-
-    def train() -> None:
-        made = TRAINERS[trainer](workload.model(), batch_size=EXAMPLES, workload=workload)
-        made.train_step(workload.batches(EXAMPLES)[0])
-
-    with pytest.raises(DpbenchError):
-        train()
 
 
 class Cancelling(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from dpbench import TRAINERS, Workload
 from dpbench.core.errors import ConfigurationError
 from dpbench.instruments.logical.one_rank import fake_process_group
 from dpbench.training.base import Batch
+from dpbench.training.clipped_sums import Buffer
 
 WIDTH = 6
 
@@ -148,3 +150,24 @@ def test_a_frozen_layer_is_gathered_and_stays() -> None:
         for p, b in zip(trainer.model.parameters(), before, strict=True)
     ]
     assert same == [True, True, False, False]
+
+
+def test_no_buffer_that_was_sent_is_in_memory_when_the_update_begins() -> None:
+    trainer = made(Blocks(nn.Linear(WIDTH, WIDTH)))
+    reduce, step = trainer.reduce, trainer.noisy_step
+    sent, left = list[Any](), list[int]()
+
+    def noting(buffer: Buffer) -> None:
+        sent.append(weakref.ref(buffer.flat))
+        reduce(buffer)
+
+    def counting(reductions: Any) -> None:
+        for each in reductions:
+            each.wait()
+        left.append(sum(flat() is not None for flat in sent))
+        step(reductions)
+
+    trainer.reduce, trainer.noisy_step = noting, counting
+    trainer.train_step(BATCH)
+    assert sent
+    assert left == [0]

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpbench.training.gradient_sums import (
+from dpbench.training.clipped_sums import (
     LARGE,
     KeptGradients,
     Sums,
@@ -47,7 +47,10 @@ def test_kept_gradients_are_summed_with_the_whole_factor_and_rounded_once(
 ) -> None:
     """Of two micro-batches, small parameters and large ones."""
     weights = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
-    sums, factors = Sums(in_buffers(weights)), torch.linspace(0.3, 1, examples)
+    sums, factors = (
+        Sums(in_buffers(weights, torch.optim.SGD(weights, lr=1.0))),
+        torch.linspace(0.3, 1, examples),
+    )
     made = [torch.randn(examples, *shape).to(dtype) for shape in shapes]
     for _ in range(2):
         kept = KeptGradients(dict(zip(weights, made, strict=True)))

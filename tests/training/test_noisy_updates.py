@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dpbench.training.noisy_updates import Numbers, noisy_mean, noisy_update
+from dpbench.training.noisy_updates import Scalars, noisy_mean, noisy_update
 
 RULES = {"plain": 0, "momentum": 1, "nesterov": 1, "adam": 2}
 """Each rule's number of moving averages."""
@@ -21,7 +21,7 @@ def normal(length: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def drawn(length: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """The noise of a step of plain SGD."""
     moved = torch.zeros(length, dtype=dtype)
-    numbers = Numbers(1.0, 1.0, rate=-1.0)
+    numbers = Scalars(1.0, 1.0, rate=-1.0)
     noisy_update(moved, [], torch.zeros_like(moved), torch.tensor(seed), "plain", numbers)
     return moved
 
@@ -54,7 +54,7 @@ def test_noise_of_float64_is_drawn_in_float64() -> None:
 def test_an_update_is_as_exact_as_its_parameters(dtype: torch.dtype) -> None:
     values, gradient = normal(1000, dtype), normal(1000, dtype).sin()
     expected = values.double() - 0.3 * gradient.double()
-    noisy_update(values, [], gradient, torch.tensor(1), "plain", Numbers(0.0, 1.0, rate=0.3))
+    noisy_update(values, [], gradient, torch.tensor(1), "plain", Scalars(0.0, 1.0, rate=0.3))
     error = torch.finfo(dtype).eps * expected.abs().max()
     torch.testing.assert_close(values.double(), expected, rtol=0, atol=float(error))
 
@@ -68,7 +68,7 @@ def test_operators_change_what_they_say_and_nothing_without_data(
     moments = [normal(5, dtype).abs() for _ in range(RULES[rule])]
     tests = ("test_schema", "test_faketensor")
     update = torch.ops.dpbench.noisy_update.default
-    given = (values, moments, gradient, seed, rule, [*Numbers(1.0, 1.0, rate=0.1)])
+    given = (values, moments, gradient, seed, rule, [*Scalars(1.0, 1.0, rate=0.1)])
     torch.library.opcheck(update, given, test_utils=tests)
     mean = torch.ops.dpbench.noisy_mean.default
     torch.library.opcheck(mean, (gradient, seed, 1.0, 1.0), test_utils=tests)
@@ -81,18 +81,18 @@ def test_operators_change_what_they_say_and_nothing_without_data(
     seed=st.integers(0, 2**62),
 )
 def test_an_update_computes_its_formulas(rule: str, numbers: tuple[float, ...], seed: int) -> None:
-    n = Numbers(0.0, *numbers)
+    n = Scalars(0.0, *numbers)
     p, gradient = normal(9, torch.float64), normal(9, torch.float64).cos()
     moments = [normal(9, torch.float64).square() for _ in range(RULES[rule])]
     g = n.scale * gradient + n.decay * p
-    means = [n.first_kept * m + n.first_added * g for m in moments[:1]]
-    squares = [n.second_kept * v + n.second_added * g**2 for v in moments[1:]]
+    means = [n.beta1 * m + n.alpha1 * g for m in moments[:1]]
+    squares = [n.beta2 * v + n.alpha2 * g**2 for v in moments[1:]]
     change = {
         "plain": lambda: g,
         "momentum": lambda: means[0],
-        "nesterov": lambda: g + n.first_kept * means[0],
+        "nesterov": lambda: g + n.beta1 * means[0],
         "adam": lambda: means[0] / (squares[0].sqrt() * n.correction + n.eps),
     }[rule]()
-    expected = n.kept * p - n.rate * change
+    expected = n.shrink * p - n.rate * change
     noisy_update(p, moments, gradient, torch.tensor(seed), rule, n)
     torch.testing.assert_close([p, *moments], [expected, *means, *squares])

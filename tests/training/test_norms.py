@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpbench import TRAINERS, Batch, SimpleBigModel, Workload, get_random_dataloader
+from dpbench.core.case import ModelSize
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.model_size import ModelSize
 from dpbench.training import kernels, per_layer
 from dpbench.training.kernels import gram_sums, has_tf32
 from dpbench.training.norms import (
@@ -103,116 +104,23 @@ def alike(
     return x.to(dtype), g.to(dtype)
 
 
-@pytest.mark.parametrize("trainer", OURS)
-@pytest.mark.parametrize(
-    ("tokens", "width", "offset", "dtype"),
-    [
-        (128, 32, 100, torch.bfloat16),
-        (128, 64, 30, torch.bfloat16),
-        (128, 32, 1e4, torch.float32),
-        (16, 256, 1e4, torch.float32),
-        (64, 64, 1e4, torch.float32),
-        (16, 256, 1e4, torch.float64),
-        (16, 256, 1e7, torch.float64),
-    ],
-)
-def test_tokens_that_are_alike_are_clipped(
-    trainer: str, tokens: int, width: int, offset: float, dtype: torch.dtype
-) -> None:
-    batch = alike(0, tokens, width, width, offset, dtype)
-    assert update_of(trainer, nn.Linear(width, width).to(dtype), batch).norm() <= 1 + 1e-6
+ALIKE = [
+    (128, 32, 100, torch.bfloat16),
+    (128, 64, 30, torch.bfloat16),
+    (128, 32, 1e4, torch.float32),
+    (16, 256, 1e4, torch.float32),
+    (64, 64, 1e4, torch.float32),
+    (16, 256, 1e4, torch.float64),
+    (16, 256, 1e7, torch.float64),
+]
+"""Tokens, width, offset and dtype."""
 
 
 @pytest.mark.parametrize("trainer", OURS)
-@settings(deadline=None)
-@given(
-    st.integers(0, 2**31),
-    st.integers(2, 512),
-    st.integers(4, 512),
-    st.integers(4, 512),
-    st.one_of(st.just(0.0), st.floats(0, 4).map(lambda power: 10**power)),
-    st.sampled_from(TYPES),
-    st.booleans(),
-)
-def test_no_linear_layer_moves_further_than_the_threshold(
-    trainer: str,
-    seed: int,
-    tokens: int,
-    width: int,
-    height: int,
-    offset: float,
-    dtype: torch.dtype,
-    bias: bool,
-) -> None:
-    batch = alike(seed, tokens, width, height, offset, dtype)
-    layer = nn.Linear(width, height, bias=bias).to(dtype)
-    assert update_of(trainer, layer, batch).norm() <= 1 + 1e-6
-
-
-@pytest.mark.parametrize("trainer", OURS)
-@settings(deadline=None)
-@given(
-    st.integers(0, 2**31),
-    st.integers(2, 512),
-    st.integers(4, 512),
-    st.integers(1, 20),
-    st.sampled_from(TYPES),
-)
-def test_no_embedding_moves_further_than_the_threshold(
-    trainer: str, seed: int, tokens: int, width: int, rows: int, dtype: torch.dtype
-) -> None:
-    rows_named = torch.randint(rows, (1, tokens), generator=torch.Generator().manual_seed(seed))
-    _, g = alike(seed, tokens, 4, width, 1.0, dtype)
-    layer = nn.Embedding(rows, width).to(dtype)
-    assert update_of(trainer, layer, (rows_named, 1e3 * g)).norm() <= 1 + 1e-6
-
-
-@pytest.mark.parametrize("trainer", OURS)
-@settings(deadline=None)
-@given(
-    st.integers(0, 2**31),
-    st.integers(4, 64),
-    st.integers(4, 32),
-    st.integers(4, 64),
-    st.floats(0, 1e4),
-    st.sampled_from(TYPES),
-    st.booleans(),
-    st.booleans(),
-)
-def test_no_convolution_moves_further_than_the_threshold(
-    trainer: str,
-    seed: int,
-    length: int,
-    channels: int,
-    height: int,
-    offset: float,
-    dtype: torch.dtype,
-    bias: bool,
-    flat: bool,
-) -> None:
-    kind, shape = (nn.Conv1d, (length,)) if flat else (nn.Conv2d, (length // 4 + 3, 5))
-    layer = kind(channels, height, 3, bias=bias).to(dtype)
-    x = (numbers(seed, 1, channels, *shape) + offset).to(dtype)
-    g = numbers(seed + 1, *layer(x).shape)
-    g = g - g.flatten(2).mean(2).view(1, height, *[1] * len(shape))
-    assert update_of(trainer, layer, (x, g.to(dtype))).norm() <= 1 + 1e-6
-
-
-@pytest.mark.parametrize("trainer", OURS)
-@settings(deadline=None)
-@given(
-    st.integers(0, 2**31),
-    st.integers(2, 64),
-    st.integers(4, 64),
-    st.floats(0, 1e4),
-    st.sampled_from(TYPES),
-)
-def test_no_layer_norm_moves_further_than_the_threshold(
-    trainer: str, seed: int, tokens: int, width: int, offset: float, dtype: torch.dtype
-) -> None:
-    x, g = alike(seed, tokens, width, width, 1.0, dtype)
-    layer = nn.LayerNorm(width).to(dtype)
-    assert update_of(trainer, layer, (x + offset, g * (1 + offset))).norm() <= 1 + 1e-6
+def test_tokens_that_are_alike_are_clipped(trainer: str) -> None:
+    for tokens, width, offset, dtype in ALIKE:
+        batch = alike(0, tokens, width, width, offset, dtype)
+        assert update_of(trainer, nn.Linear(width, width).to(dtype), batch).norm() <= 1 + 1e-6
 
 
 class Gains(nn.Module):
@@ -226,38 +134,61 @@ class Gains(nn.Module):
         return torch.addcmul(self.shift, self.gain, x.sin())
 
 
-OTHERS: dict[str, Callable[[int], nn.Module]] = {
-    "GroupNorm": lambda width: nn.GroupNorm(2, width),
-    "InstanceNorm1d": lambda width: nn.InstanceNorm1d(width, affine=True),
-    "LayerNorm of channels": lambda width: nn.LayerNorm((width, 12)),
-    "RMSNorm": lambda width: nn.RMSNorm(12),
-    "unknown": lambda width: Gains(12),
-}
+OTHERS: list[Callable[[int], nn.Module]] = [
+    lambda width: nn.GroupNorm(2, width),
+    lambda width: nn.InstanceNorm1d(width, affine=True),
+    lambda width: nn.LayerNorm((width, 12)),
+    lambda width: nn.RMSNorm(12),
+    lambda width: Gains(12),
+]
 """Layers of 12 positions, whose gradients Opacus's samplers or functorch compute."""
 
 
-@pytest.mark.parametrize("kind", OTHERS)
-@pytest.mark.parametrize("trainer", OURS)
-@settings(deadline=None)
-@given(st.integers(0, 2**31), st.integers(2, 32), st.floats(0, 1e4), st.sampled_from(TYPES))
-def test_no_other_layer_moves_further_than_the_threshold(
-    trainer: str, kind: str, seed: int, half: int, offset: float, dtype: torch.dtype
-) -> None:
-    layer = OTHERS[kind](2 * half).to(dtype)
-    x, g = alike(seed, 2 * half, 12, 12, offset, dtype)
-    assert update_of(trainer, layer, (x, g * (1 + offset))).norm() <= 1 + 1e-6
+@st.composite
+def layers(draw: st.DrawFn) -> tuple[nn.Module, Batch]:
+    """A layer of any kind, and an example whose gradient is far above the threshold."""
+    kind = draw(st.sampled_from(["linear", "embedding", "convolution", "norm", "bias", "other"]))
+    seed, dtype = draw(st.integers(0, 2**31)), draw(st.sampled_from(TYPES))
+    tokens, width, height = (draw(st.integers(low, 512)) for low in (2, 4, 4))
+    offset = draw(st.one_of(st.just(0.0), st.floats(0, 4).map(lambda power: 10**power)))
+    bias = draw(st.booleans())
+    if kind == "linear":
+        batch = alike(seed, tokens, width, height, offset, dtype)
+        return nn.Linear(width, height, bias=bias).to(dtype), batch
+    if kind == "embedding":
+        rows = draw(st.integers(1, 20))
+        ids = torch.randint(rows, (1, tokens), generator=torch.Generator().manual_seed(seed))
+        _, g = alike(seed, tokens, 4, width, 1.0, dtype)
+        return nn.Embedding(rows, width).to(dtype), (ids, 1e3 * g)
+    if kind == "convolution":
+        channels, height, length = 4 + width % 29, 4 + height % 61, 4 + tokens % 61
+        kinds = [(nn.Conv1d, (length,)), (nn.Conv2d, (length // 4 + 3, 5))]
+        layer, shape = draw(st.sampled_from(kinds))
+        made = layer(channels, height, 3, bias=bias).to(dtype)
+        x = (numbers(seed, 1, channels, *shape) + offset).to(dtype)
+        g = numbers(seed + 1, *made(x).shape)
+        g = g - g.flatten(2).mean(2).view(1, height, *[1] * len(shape))
+        return made, (x, g.to(dtype))
+    if kind == "bias":  # the input is zero, and the output gradients sum to about zero
+        _, g = alike(seed, tokens, 4, 8, 1.0, dtype)
+        batch = torch.zeros(1, tokens, 4, dtype=dtype), draw(st.floats(0, 1e7)) * g
+        return nn.Linear(4, 8).to(dtype), batch
+    width = 2 * (2 + width % 31)
+    if kind == "norm":
+        x, g = alike(seed, 2 + tokens % 63, width, width, 1.0, dtype)
+        return nn.LayerNorm(width).to(dtype), (x + offset, g * (1 + offset))
+    x, g = alike(seed, width, 12, 12, offset, dtype)
+    return draw(st.sampled_from(OTHERS))(width).to(dtype), (x, g * (1 + offset))
 
 
 @pytest.mark.parametrize("trainer", OURS)
-@settings(deadline=None)
-@given(st.integers(0, 2**31), st.integers(2, 512), st.floats(0, 1e7), st.sampled_from(TYPES))
-def test_a_bias_alone_moves_no_further_than_the_threshold(
-    trainer: str, seed: int, tokens: int, size: float, dtype: torch.dtype
+@settings(deadline=None, max_examples=5 * settings().max_examples)
+@given(layers())
+def test_no_layer_moves_further_than_the_threshold(
+    trainer: str, made: tuple[nn.Module, Batch]
 ) -> None:
-    """What a layer was given is zero, and what its bias gets back sums to about zero."""
-    _, g = alike(seed, tokens, 4, 8, 1.0, dtype)
-    batch = torch.zeros(1, tokens, 4, dtype=dtype), size * g
-    assert update_of(trainer, nn.Linear(4, 8).to(dtype), batch).norm() <= 1 + 1e-6
+    layer, batch = made
+    assert update_of(trainer, layer, batch).norm() <= 1 + 1e-6
 
 
 # --- bounds --------------------------------------------------------------------------------------
@@ -339,8 +270,6 @@ def with_tf32() -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32 = False
 
 
-@pytest.mark.parametrize("tokens", [256, 1024])
-@pytest.mark.parametrize(("width", "height"), [(2048, 2048), (2048, 8192), (2048, 32_000)])
 @pytest.mark.parametrize(
     ("dtype", "units", "truncated", "most"),
     [
@@ -351,25 +280,21 @@ def with_tf32() -> Iterator[None]:
     ids=str,
 )
 def test_bounds_of_independent_tokens_hardly_lower_a_factor(
-    tokens: int,
-    width: int,
-    height: int,
-    dtype: torch.dtype,
-    units: float,
-    truncated: float,
-    most: float,
+    dtype: torch.dtype, units: float, truncated: float, most: float
 ) -> None:
     """What the sums are of independent tokens is known: no product need be made."""
-    pairs = tokens * (tokens - 1.0)
-    norm = float(tokens * width * height)
-    squares = [tokens * size**2 + pairs * size for size in (width, height)]
-    sums = torch.tensor([norm, norm, tokens * width, tokens * height, *squares])[:, None]
-    x_error, g_error = (
-        ProductError(units * size * 2.0**-24, 11 * 2.0**-24, truncated) for size in (width, height)
-    )
-    with with_tf32() if truncated else nullcontext():
-        bound = gram_bound([sums], tokens, (x_error, g_error), dtype)
-    assert 1 < (bound / norm).sqrt().item() < 1 + most
+    for tokens, width, height in product((256, 1024), (2048,), (2048, 8192, 32_000)):
+        pairs = tokens * (tokens - 1.0)
+        norm = float(tokens * width * height)
+        squares = [tokens * size**2 + pairs * size for size in (width, height)]
+        sums = torch.tensor([norm, norm, tokens * width, tokens * height, *squares])[:, None]
+        x_error, g_error = (
+            ProductError(units * size * 2.0**-24, 11 * 2.0**-24, truncated)
+            for size in (width, height)
+        )
+        with with_tf32() if truncated else nullcontext():
+            bound = gram_bound([sums], tokens, (x_error, g_error), dtype)
+        assert 1 < (bound / norm).sqrt().item() < 1 + most
 
 
 def in_11_bits(numbers: Tensor, *, nearest: bool) -> Tensor:
@@ -423,16 +348,14 @@ class ProductsIn11Bits(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("trainer", OURS)
-@pytest.mark.parametrize("size", [1, 0.033, 0.1234567])
-@pytest.mark.parametrize("value", [1, 1 + 2.0**-11, 1 + 2.0**-10 - 2.0**-23])
-def test_with_tf32_one_of_several_examples_is_clipped(
-    trainer: str, value: float, size: float
-) -> None:
-    x, g = torch.zeros(2, 3, 1, 8)
-    x[0], g[0] = 100 * value, 100 * size
-    with with_tf32(), ProductsIn11Bits():
-        update = update_of(trainer, nn.Linear(8, 8, bias=False), (x, g))
-    assert 3 * update.norm() <= 1 + 1e-6
+def test_with_tf32_one_of_several_examples_is_clipped(trainer: str) -> None:
+    values, sizes = (1, 1 + 2.0**-11, 1 + 2.0**-10 - 2.0**-23), (1, 0.033, 0.1234567)
+    for value, size in product(values, sizes):
+        x, g = torch.zeros(2, 3, 1, 8)
+        x[0], g[0] = 100 * value, 100 * size
+        with with_tf32(), ProductsIn11Bits():
+            update = update_of(trainer, nn.Linear(8, 8, bias=False), (x, g))
+        assert 3 * update.norm() <= 1 + 1e-6
 
 
 def test_tf32_is_noticed_however_it_was_allowed() -> None:
@@ -507,29 +430,18 @@ def test_a_gradient_whose_squared_norm_is_infinite_is_not_left_unclipped(trainer
     assert not update.norm() > 1 + 1e-6
 
 
+REFUSED = {
+    "max_grad_norm": ((0.0, -1.0, math.nan, math.inf), "be finite and above 0"),
+    "noise_multiplier": ((-1.0, math.nan, math.inf), "be finite and not below 0"),
+    "micro_batches": ((3, 0, -2, 8), "divide the batch size, 4"),
+}
+
+
 @pytest.mark.parametrize("trainer", [*TRAINERS])
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"max_grad_norm": value}, f"max_grad_norm is {value}, and must be finite and above 0")
-        for value in (0.0, -1.0, math.nan, math.inf)
-    ]
-    + [
-        ({"noise_multiplier": value}, f"noise_multiplier is {value}, and must be finite and not b")
-        for value in (-1.0, math.nan, math.inf)
-    ]
-    + [
-        ({name: "nan"}, f"{name} is 'nan', and must be a finite number")
-        for name in ("max_grad_norm", "noise_multiplier", "learning_rate")
-    ]
-    + [
-        ({"micro_batches": parts}, f"micro_batches is {parts}, and must divide the batch size, 4")
-        for parts in (3, 0, -2, 8)
-    ],
-    ids=str,
-)
-def test_numbers_that_are_not_private_are_refused(
-    trainer: str, options: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(ConfigurationError, match=said):
-        TRAINERS[trainer](nn.Linear(2, 2), batch_size=4, **options)
+def test_numbers_that_are_not_private_are_refused(trainer: str) -> None:
+    tried = [(n, value, must) for n, (values, must) in REFUSED.items() for value in values]
+    texts = ("max_grad_norm", "noise_multiplier", "learning_rate")
+    for name, value, must in (*tried, *((n, "nan", "be a finite number") for n in texts)):
+        shown = repr(value) if isinstance(value, str) else value
+        with pytest.raises(ConfigurationError, match=f"{name} is {shown}, and must {must}"):
+            TRAINERS[trainer](nn.Linear(2, 2), batch_size=4, **{name: value})

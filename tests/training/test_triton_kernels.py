@@ -75,7 +75,7 @@ def test_an_update_stores_each_number_once(
 
     from dpbench.training.triton_kernels import noisy_update
 
-    constants = {"rule": rule, "block": 1024, "bands": bands}
+    constants = {"formula": rule, "block": 1024, "bands": bands}
     types = dict.fromkeys(("parameters", "first", "second", "gradient"), f"*{kind}")
     types |= {"length": "i32", "seed": "*i64", "weights": "*fp32"}
     types |= dict.fromkeys(constants, "constexpr")

@@ -13,7 +13,7 @@ from dpbench import Batch, FusedTrainer, StandardTrainer, TrainerBase, Workload
 from dpbench.training.base import mean_of
 from dpbench.training.correlated_noise import NOISES
 from dpbench.training.norms import PRODUCTS
-from dpbench.training.per_layer import KeptOfLayer, LinearRule
+from dpbench.training.per_layer import LinearRule, Saved
 from dpbench.workloads.base import examples_in, parts_of
 
 Gradients = dict[str, Tensor]
@@ -105,7 +105,7 @@ class GhostThatDiffers(FusedTrainer):
 
     known_ways = (PRODUCTS,)
 
-    def squared_norms(self, seen: dict[nn.Module, KeptOfLayer]) -> list[Tensor]:
+    def squared_norms(self, seen: dict[nn.Module, Saved]) -> list[Tensor]:
         linear = {layer: calls for layer, calls in seen.items() if isinstance(layer, nn.Linear)}
         norms = super().squared_norms({n: calls for n, calls in seen.items() if n not in linear})
         for layer, calls in linear.items():

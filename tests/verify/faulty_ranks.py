@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from dpbench.training.fast_gradient_clipping import DPGhostClippingTrainer
+from dpbench.training.dpsgd import DPGhostClippingTrainer
 from dpbench.training.fused import FusedTrainer
 from tests.verify.faulty import Gradients, Looped
 

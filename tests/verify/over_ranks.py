@@ -22,13 +22,13 @@ from dpbench.child.build import build, pick_device
 from dpbench.child.messages import RECORDS, reported
 from dpbench.child.task import Task
 from dpbench.core.case import Case
-from dpbench.core.case_names import resolve
 from dpbench.core.errors import ConfigurationError
+from dpbench.core.registry import resolve
 from dpbench.instruments.interface import Instrument
 from dpbench.launch.case_process import PendingMeasurement
 from dpbench.launch.fork_server import COMMAND, environment_of_cases, fork
 from dpbench.results.outcome import Outcome
-from dpbench.training import gradient_sums
+from dpbench.training import clipped_sums
 from dpbench.training.fused import FusedTrainer
 from dpbench.verify.reference import distances
 from dpbench.verify.trained_model import TrainedModel
@@ -73,11 +73,11 @@ class Apart(FusedTrainer):
     """Reduces matrices one by one and the rest together, as if matrices were large."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
-        with patch.object(gradient_sums, "LARGE", ROWS * WIDTH):
+        with patch.object(clipped_sums, "LARGE", ROWS * WIDTH):
             super().__init__(model, **options)
 
     def train_step(self, batch: Batch) -> Tensor:
-        with patch.object(gradient_sums, "LARGE", ROWS * WIDTH):
+        with patch.object(clipped_sums, "LARGE", ROWS * WIDTH):
             return super().train_step(batch)
 
 

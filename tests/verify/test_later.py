@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dpbench.core.case import Case
-from dpbench.core.case_names import resolve
+from dpbench.core.registry import resolve
 from dpbench.verify.trainer_checks import verify
 from tests.verify import kinds, later
 

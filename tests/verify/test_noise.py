@@ -11,14 +11,18 @@ from scipy import stats
 from torch import Tensor
 
 from dpbench.verify.check_result import NOT_JUDGED
-from dpbench.verify.noise import _along_gradients, _deviations, check_noise
-from dpbench.verify.noise_bounds import (
+from dpbench.verify.noise import (
+    Draw,
+    _along_gradients,
+    _deviations,
+    check_noise,
     log_chance_of_correlation,
     log_chance_of_count,
     log_chance_of_mean_square,
+    pair_correlations,
+    shift_correlations,
+    worst_shift,
 )
-from dpbench.verify.noise_draw import Draw
-from dpbench.verify.noise_repeats import pair_correlations, shift_correlations, worst_repeat
 
 COUNTS = [2, 3, 4, 10, 64, 1000, 10**6]
 
@@ -130,34 +134,19 @@ def test_every_number_of_a_noise_test_shows_its_limit() -> None:
         assert check.error_text.endswith(" (≥ 7e-08)")
 
 
-@pytest.mark.parametrize("size", [16, 17, 100, 1001])
-def test_the_worst_repeat_is_found_at_any_distance_and_mirrored(size: int) -> None:
+@pytest.mark.parametrize("size", [100, 1001])
+def test_the_worst_shift_is_what_a_search_over_all_shifts_finds(size: int) -> None:
     generator = torch.Generator().manual_seed(size)
-    noise = torch.randn(size, generator=generator).double()
-    far = size // 2
-    again = noise.clone()
-    again[far : 2 * far] = -noise[:far]
-    moved = {words: (r, n) for words, r, n in worst_repeat(again)}
-    assert (-1.0, far) in [(round(r, 9), n) for r, n in moved.values()]
-    again[far : 2 * far] = noise[:far].flip(0)
-    *_, (words, r, n) = worst_repeat(again)
-    assert words == f"mirrored around element {far - 0.5:g}"
-    assert (round(r, 9), n) == (1.0, far)
+    right = torch.randn(size, generator=generator).double()
+    again = right.clone()
+    again[size // 2 : size // 2 * 2] = right[: size // 2]
+    for noise in (right, again):
 
+        def chance(shift: int, noise: Tensor = noise) -> float:
+            a, b = noise[:-shift], noise[shift:]
+            r = (a @ b) / (a.norm() * b.norm())
+            return float(log_chance_of_correlation(r, torch.tensor(len(a))))
 
-def test_worst_repeat_says_what_a_search_over_all_distances_says() -> None:
-    noise = torch.randn(60, generator=torch.Generator().manual_seed(3)).double()
-
-    def chance(a: Tensor, b: Tensor) -> float:
-        r = (a @ b) / (a.norm() * b.norm())
-        return float(log_chance_of_correlation(r, torch.tensor(len(a))))
-
-    mirrored = {}
-    for total in range(2 * len(noise) - 1):
-        pairs = [(i, total - i) for i in range(total) if i < total - i < len(noise)]
-        if len(pairs) >= 8:
-            one, other = zip(*pairs, strict=True)
-            mirrored[total] = chance(noise[list(one)], noise[list(other)])
-    at = min(mirrored, key=lambda total: mirrored[total])
-    *_, (words, _, _) = worst_repeat(noise)
-    assert words == f"mirrored around element {at / 2:g}"
+        shift, _ = worst_shift(noise)
+        assert shift == min(range(1, size - 7), key=chance)
+    assert (shift, worst_shift(again)[1][1]) == (size // 2, (pytest.approx(1.0), size // 2))

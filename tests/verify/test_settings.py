@@ -8,8 +8,7 @@ import pytest
 
 from dpbench.commands.verify import run_checks
 from dpbench.core.case import BASELINE_TRAINER, Case
-from dpbench.core.case_names import resolve
-from dpbench.core.registry import TRAINERS
+from dpbench.core.registry import TRAINERS, resolve
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "lora": {"trainable": "lora:2"},

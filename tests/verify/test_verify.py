@@ -11,8 +11,8 @@ import torch
 from dpbench.commands.cli import main
 from dpbench.commands.verify import run_checks
 from dpbench.core.case import Case
-from dpbench.core.case_names import resolve
 from dpbench.core.errors import ConfigurationError, DpbenchError
+from dpbench.core.registry import resolve
 from dpbench.verify.check_result import Check
 
 FAULTY = "tests.verify.faulty"

@@ -1,4 +1,4 @@
-"""Sixty wrong trainers fail verify, and thirty right ones pass."""
+"""Wrong trainers fail verify, and right ones pass."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dpbench.core.case import Case
-from dpbench.core.case_names import resolve
+from dpbench.core.registry import resolve
 from dpbench.verify.trainer_checks import verify
 from tests.verify import wrong
 
@@ -71,19 +71,11 @@ def test_a_right_trainer_passes(trainer: str, axes: dict[str, Any]) -> None:
     assert not names_of_failed(trainer, **axes)
 
 
-def test_there_are_sixty_and_thirty() -> None:
-    assert len(wrong.ALL) >= 60
-    assert len(RIGHT) >= 30
-
-
 @pytest.mark.repeats
 @pytest.mark.parametrize(
     ("name", "check"),
     [
         ("SecondHalfAgain", "noise: elements"),
-        pytest.param("SecondHalfNegative", "noise: elements", marks=pytest.mark.slow),
-        pytest.param("SecondHalfMirrored", "noise: elements", marks=pytest.mark.slow),
-        ("SecondHalfShuffled", "noise: values"),
         ("ThreeInTurn", "noise: parameters, steps, runs"),
         ("FiftyInTurn", "noise: 240 steps"),
         pytest.param("EndsAfterHundred", "noise: 240 steps", marks=pytest.mark.slow),

@@ -1,4 +1,4 @@
-"""Sixty wrong trainers; each differs from `faulty.Looped` in a line or two."""
+"""Wrong trainers; each differs from `faulty.Looped` in a line or two."""
 
 from __future__ import annotations
 
@@ -81,9 +81,6 @@ def trimmed(p: Tensor, most: float) -> Tensor:
 
 NOISE: Mapping[str, Noise] = {
     "SecondHalfAgain": lambda t, p: twice(normal(p), lambda half: half),
-    "SecondHalfNegative": lambda t, p: twice(normal(p), torch.neg),
-    "SecondHalfMirrored": lambda t, p: twice(normal(p), lambda half: half.flip(0)),
-    "SecondHalfShuffled": lambda t, p: twice(normal(p), lambda h: h[torch.randperm(len(h))]),
     "SecondHalfMoved": lambda t, p: twice(normal(p), lambda half: half.roll(7)),
     "SecondHalfMixed": lambda t, p: twice(normal(p), lambda h: 0.6 * h + 0.8 * normal(h)),
     "TwoInTurn": lambda t, p: again(t, p, t.number % 2),
@@ -91,9 +88,7 @@ NOISE: Mapping[str, Noise] = {
     "SevenInTurn": lambda t, p: again(t, p, t.number % 7),
     "FiftyInTurn": lambda t, p: again(t, p, t.number % 50),
     "FirstForEver": lambda t, p: again(t, p, 0),
-    "NegativeOfFirst": lambda t, p: again(t, p, 0) * (-1) ** t.number,
     "MovedFirst": lambda t, p: again(t, p, 0).flatten().roll(t.number).view_as(p),
-    "ShuffledFirst": lambda t, p: again(t, p, 0).flatten()[torch.randperm(p.numel())].view_as(p),
     "MixedWithLast": lambda t, p: 0.8 * normal(p) + 0.6 * again(t, p, 0),
     "SeedOfStep": lambda t, p: from_seed(p, 1000 * t.number + p.numel() + p.dim()),
     "SeedOfEightBits": lambda t, p: from_seed(p, int(torch.randint(256, ()))),
@@ -146,7 +141,6 @@ CLIP: Mapping[str, Clip] = {
     "UnclippedWithNoise": lambda t, g: g if t.noise_multiplier > 1e-9 else right(t, g),
     "UnclippedFromHalfSigma": lambda t, g: g if t.noise_multiplier > 0.04 else right(t, g),
     "ThrownAwayWithNoise": lambda t, g: scaled(right(t, g), t.noise_multiplier < 1e-3),
-    "NegatedWithNoise": lambda t, g: scaled(right(t, g), -1 if t.noise_multiplier > 1e-3 else 1),
     "EachTenthStepUnclipped": lambda t, g: right(t, g) if t.number % 10 else g,
     "FirstStepsClipped": lambda t, g: right(t, g) if t.number <= 8 else g,
     "TwiceTheThreshold": lambda t, g: scaled(g, (2 * t.max_grad_norm / norm_of(g)).clamp(max=1.0)),

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from dpbench import TRAINERS, Batch, Workload
 from dpbench.child.build import workload_of
 from dpbench.core.case import Case
-from dpbench.core.case_names import resolve
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.registry import WORKLOADS
+from dpbench.core.registry import WORKLOADS, resolve
 from dpbench.instruments.logical.logical import Logical
 from dpbench.verify.reference import Examples
 from dpbench.workloads.axes import checkpoint_blocks
@@ -73,11 +72,15 @@ def expected(name: str) -> Expected:
     return Expected(workload, model, batch, mean, median)
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     ("name", "trainer"),
     [
-        *((name, trainer) for name in ALL for trainer in ("dpsgd", "dpsgd_ghost", "dpsgd_fgc")),
+        *((name, "dpsgd") for name in ALL),
         *((name, "fused") for name in ALL if name not in ("lstm", "gru", "rnn")),  # tied
+        *(pytest.param(name, t, marks=SLOW) for name in ALL for t in ("dpsgd_ghost", "dpsgd_fgc")),
     ],
 )
 def test_without_noise_the_update_is_the_mean_of_clipped_per_example_gradients(
@@ -104,7 +107,13 @@ def test_without_noise_the_update_is_the_mean_of_clipped_per_example_gradients(
         assert torch.equal(update_of(checkpointed), update)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("resnet18", "lstm", "llama") else pytest.param(name, marks=SLOW)
+        for name in ALL
+    ],
+)
 def test_its_bytes_are_counted_by_phase(name: str) -> None:
     result = Logical().count(case_of(name, "dpsgd"))
     phases = {row.phase for row in result.rows if row.value > 0}

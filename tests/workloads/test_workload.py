@@ -18,9 +18,9 @@ from dpbench.child.build import build, smoke_test
 from dpbench.child.task import Task
 from dpbench.commands.cli import main
 from dpbench.core.case import Case
-from dpbench.core.case_names import resolve
 from dpbench.core.errors import CaseRefused, ConfigurationError
 from dpbench.core.grid import Grid
+from dpbench.core.registry import resolve
 from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.timing import Timing
 from tests.named import target

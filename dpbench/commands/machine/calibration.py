@@ -12,7 +12,7 @@ from dpbench.child.messages import Steps
 from dpbench.core.case import Case
 from dpbench.core.errors import DpbenchError, InstrumentError
 from dpbench.core.gpu import visible_gpus
-from dpbench.instruments.cupti.target import RECEIVED, SENT
+from dpbench.instruments.cupti.ranges import RECEIVED, SENT
 from dpbench.show.layout import ABSENT, Table, gigabytes
 
 OK, WARNING, FAILED = "ok", "warning", "failed"

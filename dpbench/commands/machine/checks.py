@@ -36,7 +36,7 @@ from dpbench.core.files import check_writable
 from dpbench.core.gpu import chip_here, visible_gpus, why_no_gpu
 from dpbench.core.metrics import METRICS
 from dpbench.core.settings import Settings
-from dpbench.instruments.counters.metrics import ALWAYS, CounterOptions, on_chip
+from dpbench.instruments.counters import ALWAYS, CounterOptions, on_chip
 from dpbench.instruments.cupti.cupti import Cupti
 from dpbench.instruments.ncu.ncu import Ncu, NcuNotFound, find_ncu
 from dpbench.launch.processes import version_of

@@ -16,10 +16,15 @@ from typing import Any
 
 from dpbench.core.errors import unknown
 from dpbench.core.metrics import METRICS, Metric
-from dpbench.instruments.counters.errors import CountersBusy, CounterUnknown
-from dpbench.instruments.counters.metrics import ALWAYS, available, counters, resolve
-from dpbench.instruments.cupti.library import CountersDoNotCombine, Library
-from dpbench.instruments.cupti.structures import COUNTER
+from dpbench.instruments.counters import (
+    ALWAYS,
+    CountersBusy,
+    CounterUnknown,
+    available,
+    counters,
+    resolve,
+)
+from dpbench.instruments.cupti.library import COUNTER, CountersDoNotCombine, Library
 
 Image = ctypes.Array[c_uint8]
 """A buffer that only CUPTI can interpret."""
@@ -210,18 +215,18 @@ class Configuration:
 # --- counting on a GPU ---------------------------------------------------------------------------
 
 
-def chip_of(library: Library, device: int, context: int) -> Chip:
+def chip_of(library: Library, index: int, context: int) -> Chip:
     """Return the chip of a GPU, with the counters that the GPU permits.
 
     While another process uses the counters, this retries for `BUSY_SECONDS`.
 
     Args:
         library: the loaded libcupti.
-        device: CUDA index of the GPU.
+        index: CUDA index of the GPU.
         context: handle of a CUDA context on the GPU.
     """
     library.initialize()
-    name = library.call("Device_GetChipName", deviceIndex=device).pChipName.decode()
+    name = library.call("Device_GetChipName", deviceIndex=index).pChipName.decode()
     patient_until = time.monotonic() + BUSY_SECONDS
     while True:
         try:
@@ -240,7 +245,7 @@ def _availability(library: Library, context: int) -> Image:
     return image
 
 
-# --- metrics that are counted by default --------------------------------------------------------
+# --- metrics that are counted by default ---------------------------------------------------------
 
 _OWN = [metric for metric in METRICS.counted("cupti") if metric.by == ("cupti",)]
 

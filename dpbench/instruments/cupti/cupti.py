@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from dpbench.core.case import Case
 from dpbench.core.settings import Settings
 from dpbench.core.subject import Subject
-from dpbench.instruments.counters.metrics import CounterOptions
+from dpbench.instruments.counters import CounterOptions
 from dpbench.instruments.cupti import NAME
 from dpbench.instruments.in_process import InProcessInstrument
 

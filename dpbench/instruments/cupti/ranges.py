@@ -1,23 +1,226 @@
-"""Counts the work of a GPU in ranges: steps, phases, or any block of PyTorch code."""
+"""Counts the work of a GPU in ranges: steps, phases, or any block of PyTorch code.
+
+`RangeProfiler` is CUPTI's range profiler, which reads hardware counters between two calls.
+`Target` is the GPU whose work is counted, with NVML's counters of its NVLink payload. NVML is
+NVIDIA's library for managing GPUs. It counts the payload of packets in KiB, without the headers of
+the packets, and needs no profiler.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import ctypes
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from ctypes import c_uint8
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
+
+import pynvml as nvml
 
 from dpbench.core.case import OUTSIDE
 from dpbench.core.metrics import METRICS, Sum
-from dpbench.instruments.counters.metrics import ALWAYS, counters
-from dpbench.instruments.cupti.chip import LINKS, Configuration, chip_of, chosen
+from dpbench.instruments.counters import ALWAYS, ProfilerNotLoaded, counters
+from dpbench.instruments.cupti.chip import LINKS, Configuration, chip_of, chosen, image_fields
 from dpbench.instruments.cupti.library import (
+    USER_RANGE,
+    USER_REPLAY,
     CountersDoNotCombine,
+    Library,
+    RangesLost,
     StepsDiffer,
+    load_library,
 )
-from dpbench.instruments.cupti.range_profiler import MAX_RANGES, RangeProfiler
-from dpbench.instruments.cupti.target import FIELDS, Target
 from dpbench.results.rows import STEP
 from dpbench.training.phases import observed_step
+
+# --- the GPU -------------------------------------------------------------------------------------
+
+SENT, RECEIVED = "nvlink_payload_sent_bytes", "nvlink_payload_received_bytes"
+
+FIELDS = {
+    SENT: nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX,
+    RECEIVED: nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX,
+}
+"""NVML's field for each metric. A field counts KiB since the driver was loaded."""
+
+ALL_LINKS = 0xFFFFFFFF
+"""Scope of an NVML field that selects the sum over all links of a GPU."""
+
+Payload = Callable[[], dict[str, float]]
+"""A function that returns the bytes that a GPU has sent and received so far, by metric."""
+
+
+def payload_of(uuid: str) -> tuple[Payload, str]:
+    """Return a function that reads the NVLink payload of a GPU, and a note.
+
+    If NVML cannot count the payload, the function returns no metrics and the note says why. If
+    NVML can count the payload, the note is empty.
+    """
+
+    def read() -> dict[str, float]:
+        asked = [(field, ALL_LINKS) for field in FIELDS.values()]
+        said = nvml.nvmlDeviceGetFieldValues(handle, asked)
+        if refused := next((each.nvmlReturn for each in said if each.nvmlReturn), 0):
+            raise nvml.NVMLError(refused)
+        return {name: each.value.ullVal * 1024.0 for name, each in zip(FIELDS, said, strict=True)}
+
+    try:
+        nvml.nvmlInit()
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        read()
+    except nvml.NVMLError as error:
+        return dict, f"NVLink payload is not counted: NVML reports {str(error)!r} for {uuid}"
+    return read, ""
+
+
+@dataclass(frozen=True)
+class Target:
+    """The GPU whose work is counted, and the CUDA context of this process.
+
+    Attributes:
+        library: the loaded libcupti.
+        index: CUDA index of the GPU.
+        context: handle of the CUDA context.
+        synchronize: waits for all work on the GPU.
+        peers: whether this process sees several GPUs.
+        payload: reads the NVLink payload of the GPU. The default reads no metrics.
+        note: the reason why NVML cannot count the NVLink payload, or "".
+    """
+
+    library: Library
+    index: int
+    context: int
+    synchronize: Callable[[], None]
+    peers: bool = False
+    payload: Payload = dict
+    note: str = ""
+
+    @classmethod
+    def of_torch(cls) -> Target:
+        """Return the current GPU of torch in this thread."""
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ProfilerNotLoaded(f"torch {torch.__version__} finds no CUDA GPU")
+        torch.cuda.synchronize()  # makes torch's CUDA context current in this thread
+        library = load_library()
+        context = library.driver.current_context()
+        index, peers = torch.cuda.current_device(), torch.cuda.device_count() > 1
+        uuid = torch.cuda.get_device_properties(index).uuid
+        crossed = payload_of(f"GPU-{uuid}") if peers else ()
+        return cls(library, index, context, torch.cuda.synchronize, peers, *crossed)
+
+
+# --- CUPTI's range profiler ----------------------------------------------------------------------
+
+MAX_RANGES = 64
+"""Default for the largest number of ranges between start and stop.
+
+On an NVIDIA H200, starting CUPTI for 64 ranges takes 0.2 s and 70 MB of GPU memory. Starting CUPTI
+for 1024 ranges takes 1 s and 1.1 GB.
+"""
+
+
+class RangeProfiler:
+    """CUPTI's range profiler, which counts the work in one CUDA context.
+
+    The counts include the work of all threads and streams. `start` can be called
+    again after `stop`. `push` and `pop` do not wait for the GPU, so synchronize the GPU before
+    each call. A range does not include the time of these calls.
+
+    A context can have only one profiler at a time. A profiler has one configuration of one pass,
+    because counters of a second configuration would have no value.
+    """
+
+    def __init__(
+        self, library: Library, context: int, configuration: Configuration, max_ranges: int
+    ) -> None:
+        self.configuration = configuration
+        self._library = library
+        self._max_ranges = max_ranges
+        self._names: list[bytes] = []
+        self._started = self._open = False
+        self._object = library.call("RangeProfiler_Enable", ctx=context).pRangeProfilerObject
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            size = self._call(
+                "GetCounterDataSize",
+                pMetricNames=ctypes.addressof(configuration.names),
+                numMetrics=len(configuration.names),
+                maxNumOfRanges=max_ranges,
+                maxNumRangeTreeNodes=max_ranges,
+            ).counterDataSize
+            self._image = (c_uint8 * size)()
+            undo.pop_all()
+
+    def _call(self, name: str, **fields: Any) -> Any:
+        return self._library.call(
+            f"RangeProfiler_{name}", pRangeProfilerObject=self._object, **fields
+        )
+
+    def start(self) -> None:
+        """Start counting."""
+        self._call("CounterDataImage_Initialize", **image_fields("CounterData", self._image))
+        self._call(
+            "SetConfig",
+            **image_fields("Config", self.configuration.image),
+            **image_fields("CounterDataImage", self._image),
+            range=USER_RANGE,
+            replayMode=USER_REPLAY,
+            maxRangesPerPass=self._max_ranges,
+            numNestingLevels=1,
+            minNestingLevel=1,
+            targetNestingLevel=1,
+        )
+        self._call("Start")
+        self._started = True
+        self._names = []
+
+    def push(self) -> None:
+        """Begin a range. The name of the range is its number, counted from 0."""
+        if len(self._names) == self._max_ranges:
+            raise RangesLost(f"a step has more than {self._max_ranges} ranges")
+        self._names.append(str(len(self._names)).encode())  # CUPTI reads the name until `stop`
+        self._call("PushRange", pRangeName=self._names[-1])
+        self._open = True
+
+    def pop(self) -> None:
+        """End the open range, if any."""
+        if self._open:
+            self._open = False
+            self._call("PopRange")
+
+    def stop(self) -> list[dict[str, float]]:
+        """Stop counting, and return the values of the counters in each range, in order."""
+        self._stop()
+        dropped = self._call("DecodeData").numOfRangeDropped
+        data, call = image_fields("CounterDataImage", self._image), self._library.call
+        counted = {}
+        for i in range(call("RangeProfiler_GetCounterDataInfo", **data).numTotalRanges):
+            which = {"rangeIndex": i, "rangeDelimiter": b"/", **data}
+            name = call("RangeProfiler_CounterData_GetRangeInfo", **which).rangeName
+            counted[name] = self.configuration.evaluate(self._image, i)
+        lost = sum(name not in counted for name in self._names)
+        if dropped or lost:
+            raise RangesLost(f"CUPTI lost {max(dropped, lost)} of {len(self._names)} ranges")
+        return [counted[name] for name in self._names]
+
+    def _stop(self) -> None:
+        self.pop()
+        self._started = False
+        self._call("Stop")
+
+    def close(self) -> None:
+        """Stop counting and release the counters."""
+        if self._started:
+            self._stop()
+        if self._object is not None:
+            self._call("Disable")
+            self._object = None
+
+
+# --- steps and blocks ----------------------------------------------------------------------------
 
 STEPS_TOLERANCE = 0.005
 """Relative part of the allowed difference between the DRAM bytes of equal steps.
@@ -77,7 +280,7 @@ class StepCounter:
         self._target = target
         most = max_ranges + [*rounds].count(False)
         self._open = partial(RangeProfiler, target.library, target.context, max_ranges=most)
-        self.chip = chip_of(target.library, target.device, target.context)
+        self.chip = chip_of(target.library, target.index, target.context)
         self.metrics = chosen(self.chip, names, peers=target.peers)
         self._dram = counters(metric for metric in self.metrics if metric.name in ALWAYS)
         groups = self.chip.spread(counters(self.metrics), self._dram)

@@ -14,9 +14,7 @@ from dpbench.core.metrics import unit
 from dpbench.core.subject import Subject
 from dpbench.instruments.cupti import NAME
 from dpbench.instruments.cupti.library import load_library
-from dpbench.instruments.cupti.range_profiler import MAX_RANGES
-from dpbench.instruments.cupti.ranges import StepCounter
-from dpbench.instruments.cupti.target import Target
+from dpbench.instruments.cupti.ranges import MAX_RANGES, StepCounter, Target
 from dpbench.instruments.timing import TimingRecorder, timing_rows
 from dpbench.results.rows import STEP, Measurement
 from dpbench.training.phases import PhaseListener

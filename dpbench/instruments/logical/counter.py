@@ -13,7 +13,7 @@ PyTorch choose the same operators as for CUDA tensors.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias
@@ -36,8 +36,13 @@ from dpbench.core.metrics import unit
 from dpbench.core.subject import Subject
 from dpbench.instruments.logical import rules
 from dpbench.instruments.logical.as_on_cuda import CUDA_REPLACEMENTS, as_on_cuda
-from dpbench.instruments.logical.costs import Cost, cost, cost_by_subclass
-from dpbench.instruments.logical.flops import formula_of, lacks_formula
+from dpbench.instruments.logical.costs import (
+    Cost,
+    cost,
+    cost_by_subclass,
+    formula_of,
+    lacks_formula,
+)
 from dpbench.instruments.logical.memo import Memo, result_maker
 from dpbench.instruments.logical.memory import (
     LiveMemory,
@@ -46,7 +51,7 @@ from dpbench.instruments.logical.memory import (
     tensors,
     track_resizing,
 )
-from dpbench.instruments.logical.operators import (
+from dpbench.instruments.logical.rules import (
     device_of,
     have_own_operators,
     is_composite,
@@ -410,8 +415,7 @@ def without_data() -> Iterator[OperatorCounter]:
 def logical_rows(
     case: Subject,
     operators: Iterable[OperatorCount],
-    phases: Collection[str],
-    peaks: Mapping[str, int] | None = None,
+    peaks: Mapping[str, int],
     repeat: int = 0,
     largest: int = 0,
 ) -> Iterator[Measurement]:
@@ -420,8 +424,7 @@ def logical_rows(
     Args:
         case: the case or script.
         operators: the counts of the step.
-        phases: the phases of the step.
-        peaks: peak live bytes by phase. If None, the rows of peak memory are left out.
+        peaks: peak live bytes by phase of the step.
         repeat: value of the column ``repeat``.
         largest: bytes of the step's largest tensor. If 0, the row of these bytes is left out.
     """
@@ -430,7 +433,7 @@ def logical_rows(
         distributed.is_initialized() and distributed.get_world_size() > 1
     )
     tool = f"torch {torch.__version__}"
-    for phase in (*(phase for phase in ALL_PHASES if phase in phases), STEP):
+    for phase in (*(phase for phase in ALL_PHASES if phase in peaks), STEP):
         counts = [count for count in operators if phase in (count.phase, STEP)]
         values = {
             "logical_read_bytes": sum(count.read_bytes for count in counts),
@@ -439,8 +442,7 @@ def logical_rows(
         }
         if with_others:
             values["collective_bytes"] = sum(count.collective_bytes for count in counts)
-        if peaks:
-            values["peak_memory_bytes"] = peaks.get(phase, max(peaks.values()))
+        values["peak_memory_bytes"] = peaks.get(phase, max(peaks.values()))
         if largest and phase == STEP:
             values["largest_tensor_bytes"] = largest
         for metric, value in values.items():

@@ -37,7 +37,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
             yield from tensors(item)
 
 
-def parts(tensor: Tensor) -> Iterator[Tensor]:
+def data_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the tensors that hold the data of a tensor.
 
     These are the inner tensors of a subclass without memory of its own, and otherwise the tensor
@@ -48,7 +48,7 @@ def parts(tensor: Tensor) -> Iterator[Tensor]:
         return
     names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
     for inner in tensors([getattr(tensor, name) for name in names or vars(tensor)]):
-        yield from parts(inner)
+        yield from data_tensors(inner)
 
 
 def is_wrapper(tensor: Tensor) -> bool:
@@ -185,8 +185,8 @@ class ScriptMemory(LiveMemory):
         for what, values in found.items():
             for tensor in tensors(values):
                 with suppress(RuntimeError, ValueError):  # sparse or uninitialized tensors
-                    for part in parts(tensor):
-                        self.track(part, (OUTSIDE, f"{what} {BEFORE}", 0, ""))
+                    for inner in data_tensors(tensor):
+                        self.track(inner, (OUTSIDE, f"{what} {BEFORE}", 0, ""))
 
     def start_step(self) -> None:
         """Forget the peak of the last step, and free tensors in reference cycles."""
@@ -204,15 +204,15 @@ class ScriptMemory(LiveMemory):
             made: result of the operator.
         """
         self.phase = phase
-        used = [part for each in tensors(used) for part in parts(each)]
+        used = [inner for each in tensors(used) for inner in data_tensors(each)]
         given = [(each, each.untyped_storage()._cdata in self._known) for each in used]
         if phase != OUTSIDE or any(known for _, known in given):
             for tensor, known in given:
                 if not known:
                     self.track(tensor, (OUTSIDE, f"others {BEFORE}", 0, ""))
             for tensor in tensors(made):
-                for part in parts(tensor):
-                    self.track(part)
+                for inner in data_tensors(tensor):
+                    self.track(inner)
 
     def track(self, tensor: Tensor, origin: Origin | None = None) -> None:
         """Track the storage of a tensor with its current size."""

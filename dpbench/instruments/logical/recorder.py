@@ -53,22 +53,25 @@ class LogicalRecorder(Recorder):
         self._assumed = Counter[str]()
 
     @cached_property
-    def counter(self) -> RealTensorCounter:
-        from dpbench.instruments.logical.counter import RealTensorCounter
+    def _counting(self) -> Any:
+        """The module `counter`, which imports torch. A script may first set its environment."""
+        from dpbench.instruments.logical import counter
 
-        counter = RealTensorCounter()
+        return counter
+
+    @cached_property
+    def counter(self) -> RealTensorCounter:
+        counter: RealTensorCounter = self._counting.RealTensorCounter()
         self.held.callback(counter.remove)
         return counter
 
     @cached_property
     def listener(self) -> RealTensorCounter:
-        from dpbench.instruments.logical.memory import track_resizing
-
         counter = self.counter
         gc.collect()
         counter.track_memory()
         self.held.enter_context(freeze_existing_objects())
-        self.held.enter_context(track_resizing(counter.memory))
+        self.held.enter_context(self._counting.track_resizing(counter.memory))
         return counter
 
     def compiler(self, eval_frame: Any) -> None:
@@ -108,17 +111,13 @@ class LogicalRecorder(Recorder):
 
     def _count(self, operators: Sequence[OperatorCount], peaks: Mapping[str, int]) -> None:
         """Add the counts of the last step, and keep its memory lines if it has the peak."""
-        from dpbench.instruments.logical.counter import operator_counts
-
         if all(max(peaks.values()) > max(others.values()) for _, others in self._steps):
             self.memory_lines = self.listener.memory.lines()
         self._steps.append((operators, peaks))
         self._calls.update(self.listener.calls)
-        self.operators = operator_counts(self._calls, len(self._steps))
+        self.operators = self._counting.operator_counts(self._calls, len(self._steps))
 
     def rows(self, case: Subject) -> list[Measurement]:
-        from dpbench.instruments.logical.counter import logical_rows
-
         if len(self._lost) == self.observed:
             raise StepsLost(f"{case.id}: {STEP_LOST}: all {self.observed} steps")
         if not any(operators for operators, _ in self._steps):
@@ -126,7 +125,7 @@ class LogicalRecorder(Recorder):
         return [
             row
             for repeat, (operators, peaks) in enumerate(self._steps)
-            for row in logical_rows(case, operators, peaks, peaks, repeat)
+            for row in self._counting.logical_rows(case, operators, peaks, repeat)
         ]
 
     def close(self) -> None:

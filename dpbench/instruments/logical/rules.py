@@ -1,4 +1,4 @@
-"""Computes how many bytes an operator must read and write, with the following rules.
+"""Computes how many bytes an operator must read, write and send, with the following rules.
 
 The counts are the bytes of an ideal execution. In an ideal execution, operators run one after
 another, no cache keeps data from one operator to the next, and no operator fetches a byte twice. A
@@ -69,23 +69,49 @@ Collectives
 
 Temporary memory within an operator is not counted, because another implementation of the operator
 may not need this memory.
+
+`sent_bytes` computes how many bytes one rank sends in a collective. These bytes do not depend on
+the values of tensors. Therefore they can also be computed for PyTorch's fake process group, which
+moves no data.
+
+The message
+    The message of a collective is the larger of its input and its output. The message of an
+    all-gather is its output. The message of a reduce-scatter, all-reduce or broadcast is its input.
+
+Collectives among W ranks
+    In an all-gather, reduce-scatter or all-to-all (with equal parts), each rank sends (W - 1)/W of
+    the message. In an all-reduce, which is a reduce-scatter and an all-gather, each rank sends
+    twice as much. Unless the network itself copies or adds up data, no algorithm lets every rank
+    send less. A broadcast is counted as a ring, in which each rank sends the message to the next
+    rank, except the rank before the root. In a reduction to one rank, each rank except the root
+    sends the message. The sources are Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms
+    for clusters of workstations" (2009), and "Performance reported by NCCL tests" in NVIDIA's
+    nccl-tests.
+
+Other operators
+    In a send, the sender sends the message and the receiver sends nothing. In a gather, each rank
+    except the root sends its part. In a scatter, the root sends one part to each of the
+    other ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
-from dpbench.instruments.logical.collectives import NAMESPACES as BETWEEN_RANKS
-from dpbench.instruments.logical.collectives import is_root
 from dpbench.instruments.logical.memory import Region, region_of, tensors
+from dpbench.instruments.logical.stand_ins import UnsupportedOperation
 
 
 def names(text: str) -> frozenset[str]:
@@ -181,6 +207,9 @@ ACCUMULATING = frozenset({"scatter_add_", "scatter_reduce_", "index_add_"})
 
 Other scatters read the elements only if ``accumulate`` is True or ``reduce`` is passed.
 """
+
+BETWEEN_RANKS = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+"""Namespaces of collectives."""
 
 KNOWN = ("aten", "dpbench", "fsdp", *BETWEEN_RANKS)
 """Namespaces of operators whose rules were compared with the code of their kernels.
@@ -347,3 +376,121 @@ def _arguments(func: OpOverload) -> tuple[tuple[str, bool, bool], ...]:
         alone = "Tensor" not in str(func._schema.arguments[1].type)
         arguments[0] = (first, alone and "::recv" not in name, name != "c10d::send")
     return tuple(arguments)
+
+
+# --- properties of operators ---------------------------------------------------------------------
+
+FUSED_ON_CUDA = ("aten._fused_rms_norm", "aten.mish_backward", "aten.silu_backward")
+"""Operators that are one kernel on CUDA, and composed of several operators elsewhere."""
+
+
+@cache
+def label(func: Any) -> str:
+    """Return the name of an operator without its overload, such as ``aten.clone``."""
+    return str(func.name()).partition(".")[0].replace("::", ".")
+
+
+@cache
+def is_composite(func: OpOverload) -> bool:
+    """Return True if an ATen operator only calls other operators, which are counted instead."""
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    return (
+        func.namespace == "aten"
+        and label(func) not in FUSED_ON_CUDA
+        and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), composite)
+    )
+
+
+def have_own_operators(types: Iterable[Any]) -> bool:
+    """Return True if an argument is of a tensor subclass that runs other operators instead.
+
+    Examples are a ``DTensor``, a nested tensor and a quantized weight.
+    """
+    plain = torch._C._disabled_torch_dispatch_impl
+    return any(
+        kind.__torch_dispatch__ is not plain and kind not in (FakeTensor, FunctionalTensor)
+        for kind in types
+    )
+
+
+def device_of(func: OpOverload, kwargs: Mapping[str, Any]) -> str:
+    """Return the device type that a call requests for its result, ``cpu`` or ``meta``.
+
+    Without a request, returns ``cpu``. Other devices raise an error, because tensors on these
+    devices could end the process (see `counter`).
+    """
+    device = kwargs.get("device")
+    asked = "cpu" if device is None else torch.device(device).type
+    if asked not in ("cpu", "meta"):
+        raise UnsupportedOperation(
+            f"{label(func)} creates a tensor on device {str(device)!r}, but the step is counted "
+            f"without hardware: use the device of the batch or of the model"
+        )
+    return asked
+
+
+# --- bytes sent to other ranks -------------------------------------------------------------------
+
+REDUCE_TO_ALL = re.compile("::all_?reduce")
+SHARE_WITH_ALL = re.compile("all_?gather|::_?reduce_scatter|all_?to_?all")
+PASS_ON = re.compile("::(broadcast|reduce_$|i?send)")
+BY_ROOT = re.compile("::(gather|scatter)_$")
+SEND_NOTHING = re.compile(
+    "barrier|::i?recv|wait_tensor|check_for_nan|_wrap_tensor_autograd|mesh_get_process_group"
+)
+"""The five patterns match the names of operators, because PyTorch has several names for most
+collectives."""
+
+
+def sent_bytes(name: str, given: Mapping[str, Any], out: Any) -> int:
+    """Return how many bytes this rank sends to other ranks in a call of an operator.
+
+    Args:
+        name: name of the operator, with its namespace.
+        given: arguments of the call, by name.
+        out: result of the call.
+
+    Raises:
+        UnsupportedOperation: the collective is unknown.
+    """
+    if not name.startswith(tuple(f"{each}::" for each in BETWEEN_RANKS)) or SEND_NOTHING.search(
+        name
+    ):
+        return 0
+    whole = max(_bytes(value) for value in (*given.values(), out))
+    if "send" in name:
+        return whole
+    ranks = _group(given).size()
+    if PASS_ON.search(name):
+        last = _root(given) - ("broadcast" in name)
+        return 0 if _group(given).rank() == last % ranks else whole
+    if BY_ROOT.search(name):
+        if is_root(given) == ("gather" in name):
+            return 0
+        return whole * (ranks - 1) // ranks if is_root(given) else whole
+    if REDUCE_TO_ALL.search(name):
+        return 2 * whole * (ranks - 1) // ranks
+    if SHARE_WITH_ALL.search(name):
+        return whole * (ranks - 1) // ranks
+    raise UnsupportedOperation(f"dpbench has no formula for the bytes that {name} sends")
+
+
+def _bytes(value: Any) -> int:
+    return sum(region_of(tensor)[1] for tensor in tensors(value))
+
+
+def is_root(given: Mapping[str, Any]) -> bool:
+    """Return True if this rank is the root of a collective with these arguments."""
+    return _group(given).rank() == _root(given)
+
+
+def _root(given: Mapping[str, Any]) -> int:
+    return int(given["root_rank"] if "root_rank" in given else given["src"])
+
+
+def _group(given: Mapping[str, Any]) -> ProcessGroup:
+    """Return the process group of a collective with these arguments."""
+    if (group := given.get("process_group")) is not None:
+        return ProcessGroup.unbox(group)
+    named = given["group_name"]
+    return named if isinstance(named, ProcessGroup) else _resolve_process_group(named)

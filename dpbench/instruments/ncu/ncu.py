@@ -25,13 +25,15 @@ from dpbench.core.errors import CaseFailed, ConfigurationError, InstrumentError
 from dpbench.core.metrics import Metric
 from dpbench.core.settings import Settings
 from dpbench.core.subject import Script, Subject
-from dpbench.instruments.counters.errors import (
+from dpbench.instruments.counters import (
+    CounterOptions,
     CountersBusy,
     CountersForbidden,
     CounterUnknown,
     ProfilerNotLoaded,
+    counters,
+    resolve,
 )
-from dpbench.instruments.counters.metrics import CounterOptions, counters, resolve
 from dpbench.instruments.in_process import InProcessInstrument
 from dpbench.instruments.ncu.report import (
     KERNELS,

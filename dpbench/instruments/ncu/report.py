@@ -23,9 +23,14 @@ from dpbench.core.files import write_text
 from dpbench.core.gpu import chip_of
 from dpbench.core.metrics import Counters, Metric
 from dpbench.core.subject import Script, Subject, subject_from
-from dpbench.instruments.counters.errors import CounterUnknown
-from dpbench.instruments.counters.libraries import load_helpers_first
-from dpbench.instruments.counters.metrics import available, counters, on_chip
+from dpbench.instruments.counters import (
+    ALWAYS,
+    CounterUnknown,
+    available,
+    counters,
+    load_helpers_first,
+    on_chip,
+)
 from dpbench.results.kernels import KernelCount
 from dpbench.results.rows import STEP, Measurement
 
@@ -37,9 +42,8 @@ CAPABILITY = "device__attribute_compute_capability"
 KERNELS = "kernels"
 """Name of the subfolder for kernel reports, in the folder of the range reports."""
 
-DRAM = ("dram_read_bytes", "dram_write_bytes")
 L2 = "lts__t_bytes.sum"
-"""The DRAM metrics and the L2 counter that a `KernelCount` contains."""
+"""The L2 counter that a `KernelCount` contains, besides the metrics in `ALWAYS`."""
 
 TIME = "gpu__time_duration.sum"  # duration of an action in ns
 
@@ -233,13 +237,13 @@ def kernel_metrics(chip: str = "") -> tuple[Metric, ...]:
     The chip GH100 counts these metrics in one pass, so that each kernel runs only once.
     """
     there = on_chip(chip)
-    if lacking := [metric for metric in DRAM if metric not in there]:
+    if lacking := [metric for metric in ALWAYS if metric not in there]:
         raise ConfigurationError(
             f"{chip} has no counters for {', '.join(lacking)} of single kernels: leave out "
             f"--kernels (in pytest: --ncu-kernels)"
         )
     others = (Metric(name, how=Counters((name,))) for name in (L2, TIME))
-    return (*(there[metric] for metric in DRAM), *others)
+    return (*(there[metric] for metric in ALWAYS), *others)
 
 
 @dataclass(frozen=True)
@@ -264,7 +268,7 @@ def kernels_of(actions: Sequence[Any], path: Path) -> KernelReport:
         ForeignReport: an action is a range.
     """
     spelled = on_chip() | available(lambda names: all(map(actions[0].metric_by_name, names)))
-    of_counters = [*(spelled[name].counters for name in DRAM), (L2,)]
+    of_counters = [*(spelled[name].counters for name in ALWAYS), (L2,)]
     launches: list[KernelCount] = []
     for action in actions:
         if not is_kernel(action):

@@ -10,16 +10,18 @@ version, such as ``NVTX_EVENTS_V2``.
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from dpbench.child.messages import NVTX_DOMAIN
@@ -32,8 +34,11 @@ START_END_RANGE = 60
 DEVICE_TABLES = ("KERNEL", "MEMCPY", "MEMSET", "GRAPH_TRACE")
 """Names of the tables of GPU activities, without the prefix ``CUPTI_ACTIVITY_KIND_``."""
 
-PID_BITS = 24
-"""Number of low bits in ``globalPid`` and ``globalTid`` that do not identify the process."""
+PROCESS = 1 << 24
+"""Divides ``globalPid`` and ``globalTid``, whose low bits do not identify the process."""
+
+_VERSION = re.compile(r"_V\d+$")  # at the end of a table's name
+_RANGE = re.compile(rf"{NVTX_DOMAIN}:(?P<step>\d+)\.(?P<phase>.*)")
 
 
 class TimelineUnreadable(InstrumentError):
@@ -49,18 +54,6 @@ class NothingTraced(InstrumentError):
         "run the work of a step inside `trainer.train_step`, use a version of nsys that supports "
         "the GPU's driver, and end other profilers that use CUPTI"
     )
-
-
-class Activity(NamedTuple):
-    """A kernel, copy, memset or CUDA graph on the GPU.
-
-    ``launched`` is the time at which the CPU launched the activity. If nsys did not record the
-    launch, ``launched`` equals ``start``.
-    """
-
-    start: int
-    end: int
-    launched: int
 
 
 class Range(NamedTuple):
@@ -84,19 +77,21 @@ class Timeline:
         device: name of the GPU.
         tool: name and version of the program that wrote the file.
         ranges: the marked ranges, sorted by start.
-        activities: the activities of the GPU, sorted by start.
+        activities: the kernels, copies, memsets and CUDA graphs of the GPU, sorted by start, with
+            the columns ``start``, ``end`` and ``launched``, the time at which the CPU launched the
+            activity. If nsys did not record the launch, ``launched`` equals ``start``.
     """
 
     device: str
     tool: str
     ranges: Sequence[Range]
-    activities: Sequence[Activity]
+    activities: pd.DataFrame
 
     @cached_property
     def busy(self) -> NDArray[np.int64]:
         """Array ``[n, 2]`` of the starts and ends of the ``n`` spans in which the GPU was busy."""
-        starts, ends = np.array([(each.start, each.end) for each in self.activities]).T
-        ends = np.maximum.accumulate(ends)
+        starts = self.activities.start.to_numpy()
+        ends = np.maximum.accumulate(self.activities.end.to_numpy())
         idle_before = np.append(True, starts[1:] > ends[:-1])
         return np.column_stack([starts[idle_before], ends[np.append(idle_before[1:], True)]])
 
@@ -114,7 +109,7 @@ class Timeline:
         """Return metrics of each whole step, and of each phase of steps without a `STEP` range."""
         whole = self.whole_steps
         marked = {each.step for each in whole}
-        launched = np.sort([each.launched for each in self.activities])
+        launched = np.sort(self.activities.launched)
         sums: dict[tuple[int, str], NDArray[np.int64]] = defaultdict(lambda: np.zeros(3, int))
         for each in (*(r for r in self.ranges if r.step not in marked), *whole):
             where = each.start, each.end
@@ -142,94 +137,65 @@ def read_timeline(path: Path, named: Path | None = None) -> Timeline:
     """
     try:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
-            return _Export(database).timeline(named or path)
-    except sqlite3.Error as error:
+            return _timeline(database, named or path)
+    except (sqlite3.Error, pd.errors.DatabaseError) as error:
         raise TimelineUnreadable(
             f"{path} is not an SQLite file that Nsight Systems exported ({error})"
         ) from error
 
 
-class _Export:
-    """An open SQLite file that nsys exported. The table ``StringIds`` exists in each such file."""
-
-    def __init__(self, database: sqlite3.Connection) -> None:
-        self.database = database
-        names = database.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")
-        self._newest: dict[str, tuple[int, str]] = {}
-        """The largest version of each table, and the table's name with this version."""
-        for (name,) in names:
-            plain, _, version = name.rpartition("_V")
-            known = (plain, int(version)) if plain and version.isdecimal() else (name, 1)
-            self._newest[known[0]] = max(self._newest.get(known[0], (0, "")), (known[1], name))
-        if not self._columns("StringIds"):
-            raise sqlite3.DatabaseError("the table StringIds is missing")
-        self.strings: dict[int, str] = dict(self.select("StringIds", "id", "value"))
-
-    def timeline(self, path: Path) -> Timeline:
-        by_device: dict[int, list[Activity]] = defaultdict(list)
-        for device, activity in self._activities():
-            by_device[device].append(activity)
-        if not by_device:
-            said = "; ".join(text for (text,) in self.select("DIAGNOSTIC_EVENT", "text"))
-            raise NothingTraced(
-                f"{path} contains no kernel, copy or memset (nsys reports: {said or 'nothing'})"
-            )
-        busiest: list[Activity] = max(by_device.values(), key=len)
-        names = {str(name) for (name,) in self.select("TARGET_INFO_GPU", "name")}
-        return Timeline(
-            names.pop() if len(names) == 1 else "a GPU",
-            f"nsys {self._version()}",
-            sorted(self._ranges(), key=lambda each: (each.start, -each.end)),
-            sorted(busiest),
+def _timeline(database: sqlite3.Connection, path: Path) -> Timeline:
+    read = partial(_table, database)
+    database.execute("SELECT id FROM StringIds")  # exists in each file that nsys exported
+    columns = ("start", "end", "deviceId", "globalPid", "correlationId")
+    tables = [read(f"CUPTI_ACTIVITY_KIND_{table}", *columns) for table in DEVICE_TABLES]
+    work = pd.concat(tables, ignore_index=True).fillna(0).astype("int64")
+    if work.empty:
+        said = "; ".join(read("DIAGNOSTIC_EVENT", "text").text)
+        raise NothingTraced(
+            f"{path} contains no kernel, copy or memset (nsys reports: {said or 'nothing'})"
         )
-
-    def _columns(self, table: str) -> set[str]:
-        """Return the names of a table's columns, or an empty set if the table is missing."""
-        name = self._name(table)
-        return {row[1] for row in self.database.execute(f'PRAGMA table_info("{name}")')}
-
-    def _name(self, table: str) -> str:
-        return self._newest.get(table, (0, table))[1]
-
-    def select(self, table: str, *columns: str) -> Iterator[tuple[Any, ...]]:
-        """Yield the rows of a table. The values of missing columns are None."""
-        if having := self._columns(table):
-            chosen = ", ".join(f'"{c}"' if c in having else "NULL" for c in columns)
-            yield from self.database.execute(f'SELECT {chosen} FROM "{self._name(table)}"')
-
-    def _activities(self) -> Iterator[tuple[int, Activity]]:
-        """Yield the activities on all GPUs, each with its device number."""
-        calls = self.select("CUPTI_ACTIVITY_KIND_RUNTIME", "start", "globalTid", "correlationId")
-        launched = {_key(thread, number): start for start, thread, number in calls}
-        for table in DEVICE_TABLES:
-            columns = ("start", "end", "deviceId", "globalPid", "correlationId")
-            rows = self.select(f"CUPTI_ACTIVITY_KIND_{table}", *columns)
-            for start, end, device, process, number in rows:
-                when = launched.get(_key(process, number), start) if number else start
-                yield device, Activity(start, end, when)
-
-    def _ranges(self) -> Iterator[Range]:
-        rows = self.select("NVTX_EVENTS", "start", "end", "eventType", "text", "textId")
-        columns = self._columns("NVTX_EVENTS")
-        if columns and (missing := {"start", "end", "eventType"} - columns):
-            raise sqlite3.DatabaseError(f"{self._name('NVTX_EVENTS')} has no {min(missing)}")
-        for start, end, kind, text, identifier in rows:
-            place, _, label = str(text or self.strings.get(identifier, "")).partition(":")
-            step, _, phase = label.partition(".")
-            if kind == START_END_RANGE and place == NVTX_DOMAIN and end and step.isdecimal():
-                yield Range(int(step), phase, start, end)
-
-    def _version(self) -> str:
-        for table in ("META_DATA_EXPORT", "EXPORT_META_DATA"):
-            for name, value in self.select(table, "name", "value"):
-                if name == "EXPORT_PRODUCT_VERSION":
-                    return str(value)
-        return "unknown"
+    work = work[work.deviceId == work.deviceId.mode()[0]]
+    calls = read("CUPTI_ACTIVITY_KIND_RUNTIME", "start", "globalTid", "correlationId")
+    calls = calls.fillna(0).astype("int64").rename(columns={"start": "launched"})
+    # A call and the activity that it launched have the same process and correlation number.
+    calls["process"], work["process"] = calls.globalTid // PROCESS, work.globalPid // PROCESS
+    key = ["process", "correlationId"]
+    calls = calls[calls.correlationId != 0].drop_duplicates(key, keep="last").set_index(key)
+    work = work.join(calls.launched.astype("Int64"), on=key)
+    work["launched"] = work.launched.fillna(work.start).astype("int64")
+    names = {*read("TARGET_INFO_GPU", "name").name}
+    return Timeline(
+        names.pop() if len(names) == 1 else "a GPU",
+        f"nsys {_version(read)}",
+        sorted(_ranges(read), key=lambda each: (each.start, -each.end)),
+        work[["start", "end", "launched"]].sort_values(["start", "end"], ignore_index=True),
+    )
 
 
-def _key(process_or_thread: int | None, number: int | None) -> tuple[int, int | None]:
-    """Return the number of the process and the correlation number.
+def _table(database: sqlite3.Connection, name: str, *columns: str) -> pd.DataFrame:
+    """Return columns of the newest version of a table. What the file lacks is missing or empty."""
+    there = "SELECT name FROM sqlite_master WHERE type IN ('table', 'view')"
+    versions = [each for (each,) in database.execute(there) if _VERSION.sub("", each) == name]
+    if not versions:
+        return pd.DataFrame(columns=[*columns])
+    newest = max(versions, key=lambda each: int(each.rpartition("_V")[2]) if each != name else 1)
+    # Times need all bits of an integer, also in columns with missing values.
+    rows = pd.read_sql_query(f'SELECT * FROM "{newest}"', database, dtype_backend="numpy_nullable")
+    return rows.reindex(columns=[*columns])
 
-    A CUDA call and the activity that the call launched have the same key.
-    """
-    return (process_or_thread or 0) >> PID_BITS, number
+
+def _ranges(read: Callable[..., pd.DataFrame]) -> Iterator[Range]:
+    strings = read("StringIds", "id", "value").set_index("id").value
+    events = read("NVTX_EVENTS", "start", "end", "eventType", "text", "textId")
+    events = events[(events.eventType == START_END_RANGE) & events.end.notna()]
+    names = events.text.astype(object).fillna(events.textId.map(strings))
+    for start, end, name in zip(events.start, events.end, names, strict=True):
+        if found := _RANGE.fullmatch(str(name)):
+            yield Range(int(found["step"]), found["phase"], int(start), int(end))
+
+
+def _version(read: Callable[..., pd.DataFrame]) -> str:
+    tables = [read(name, "name", "value") for name in ("META_DATA_EXPORT", "EXPORT_META_DATA")]
+    said = pd.concat(tables).set_index("name").value
+    return str(said.get("EXPORT_PRODUCT_VERSION", "unknown"))

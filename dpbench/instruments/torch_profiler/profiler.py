@@ -16,8 +16,7 @@ from typing import Any, ClassVar, Self
 from dpbench.child.messages import Schedule, Steps
 from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.option_fields import option
-from dpbench.core.settings import Settings
+from dpbench.core.settings import Settings, option
 from dpbench.core.subject import Subject
 from dpbench.instruments.in_process import InProcessInstrument
 from dpbench.instruments.torch_profiler.profile_folder import INSTRUMENT, own_folder

@@ -10,43 +10,15 @@ from dataclasses import asdict
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dpbench.child.messages import Schedule
 from dpbench.child.recorder import NullListener, Recorder, device_and_torch, on_cuda
-from dpbench.core.case import OUTSIDE
 from dpbench.core.errors import InstrumentError
 from dpbench.core.subject import Subject
-from dpbench.instruments.torch_profiler import profile_folder, trace
-from dpbench.instruments.torch_profiler.operators import operator_tables
+from dpbench.instruments.torch_profiler import profile_folder
 from dpbench.results.rows import Measurement
 from dpbench.training.phases import PhaseListener
-
-if TYPE_CHECKING:
-    from torch.profiler import profile
-
-
-class PhaseAnnotations:
-    """Marks each phase in the trace, without synchronizing the GPU.
-
-    Launches and allocations belong to the phase in which the CPU made them.
-    """
-
-    def __init__(self) -> None:
-        from torch.profiler import record_function
-
-        self.record_function = record_function
-
-    def start_step(self, phase: str = OUTSIDE) -> None:
-        self.annotation: Any = self.record_function(f"dpbench.{phase}")
-        self.annotation.__enter__()
-
-    def switch(self, phase: str) -> None:
-        self.end_step()
-        self.start_step(phase)
-
-    def end_step(self) -> None:
-        self.annotation.__exit__(None, None, None)
 
 
 class ProfileRecorder(Recorder):
@@ -73,19 +45,25 @@ class ProfileRecorder(Recorder):
         self.cycles = 0  # number of written traces
 
     @cached_property
+    def profiling(self) -> Any:
+        """The module `profiling`, which imports torch."""
+        from dpbench.instruments.torch_profiler import profiling
+
+        return profiling
+
+    @cached_property
     def listener(self) -> PhaseListener:
         profile_folder.prepare(self.directory)
-        return PhaseAnnotations()
+        annotations: PhaseListener = self.profiling.PhaseAnnotations()
+        return annotations
 
     def start_step(self) -> None:
-        import torch
-
-        if torch._C._autograd._profiler_enabled():
+        if self.profiling.is_running():
             raise InstrumentError(
                 "the script itself runs the PyTorch profiler, which cannot run twice: remove the "
                 "profiler from the script, or choose another instrument"
             )
-        self._profiler = profiler_of(on_cuda())
+        self._profiler = self.profiling.profiler_of(on_cuda())
         self._profiler.start()
         self.held.callback(self._stop)
         super().start_step()
@@ -96,13 +74,10 @@ class ProfileRecorder(Recorder):
         self._save(self._profiler)
 
     def _stop(self) -> None:
-        if on_cuda():  # so that all work of this step is recorded
-            import torch
-
-            torch.cuda.synchronize()
+        self.profiling.finish_work(on_cuda())
         self._profiler.stop()
 
-    def _save(self, profiler: profile) -> None:
+    def _save(self, profiler: Any) -> None:
         """Write the trace of one cycle of steps, and store the sums by operator over the cycle."""
         profiler.export_chrome_trace(str(self.directory / f"trace_{self.cycles}.json.gz"))
         self._by_name, self._by_shape = profiler.key_averages(), profiler.key_averages(True)
@@ -114,8 +89,8 @@ class ProfileRecorder(Recorder):
         If TensorBoard is installed, a TensorBoard log is also written.
         """
         paths = [self.directory / f"trace_{cycle}.json.gz" for cycle in range(self.cycles)]
-        traces = [trace.read(path) for path in paths]
-        tables = operator_tables(
+        traces = [profile_folder.read_trace(path) for path in paths]
+        tables: str = self.profiling.operator_tables(
             self._by_name,
             self._by_shape,
             calls=traces[-1].calls,
@@ -140,40 +115,32 @@ class ScheduledRecorder(ProfileRecorder):
     hears_warmup = True
 
     def __init__(self, directory: Path, schedule: Schedule, *, threshold: float = 0.0) -> None:
-        from torch.profiler import schedule as planned
-
         super().__init__(directory, schedule.steps, threshold=threshold)
-        self.schedule, self._planned = schedule, planned(**asdict(schedule))
+        self.schedule = schedule
 
     def prepare(self) -> None:
         profile_folder.prepare(self.directory)
 
     def start_step(self) -> None:
-        import torch
-
         if self.observed == 0:
             self.wanted = self.schedule.steps + on_cuda()
+            self._planned = self.profiling.schedule(**asdict(self.schedule))
+            options = {"schedule": self._planned, "on_trace_ready": self._save}
             self._profiler = self.held.enter_context(
-                profiler_of(on_cuda(), schedule=self._planned, on_trace_ready=self._save)
+                self.profiling.profiler_of(on_cuda(), **options)
             )
         elif self.observed == self.schedule.steps:
-            # A step of the 1b model has about 15 000 allocations and frees, so 400 000 entries
-            # suffice.
-            torch.cuda.memory._record_memory_history(max_entries=400_000, stacks="python")
-            self.held.callback(torch.cuda.memory._record_memory_history, enabled=None)
+            self.held.callback(self.profiling.record_allocations())
         recorded = self._planned(self.observed).name.startswith("RECORD")
-        self.listener = PhaseAnnotations() if recorded else NullListener()
+        self.listener = self.profiling.PhaseAnnotations() if recorded else NullListener()
         Recorder.start_step(self)
 
     def end_step(self) -> None:
-        import torch
-
         self.listener.end_step()
         if self.observed == self.schedule.steps:
-            torch.cuda.memory._dump_snapshot(str(self.directory / profile_folder.SNAPSHOT))
+            self.profiling.write_snapshot(self.directory / profile_folder.SNAPSHOT)
         else:
-            if on_cuda():  # so that running work does not count in the next step
-                torch.cuda.synchronize()
+            self.profiling.finish_work(on_cuda())
             self._profiler.step()
         self.observed += 1
         if self.observed >= self.schedule.steps:
@@ -181,19 +148,3 @@ class ScheduledRecorder(ProfileRecorder):
 
     def details(self) -> dict[str, Any]:
         return {"schedule": asdict(self.schedule)}
-
-
-def profiler_of(on_cuda: bool, **options: Any) -> profile:
-    """Create a profiler that records operators with their shapes, memory and FLOPs.
-
-    If ``on_cuda`` is True, the profiler also records the GPU.
-    """
-    from torch.profiler import ProfilerActivity, profile
-
-    return profile(
-        activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA][: 1 + on_cuda],
-        record_shapes=True,
-        profile_memory=True,
-        with_flops=True,
-        **options,
-    )

@@ -24,7 +24,7 @@ from dpbench.core import gpu
 from dpbench.core.errors import InstrumentError
 from dpbench.core.gpu import Gpu
 from dpbench.core.settings import Settings
-from dpbench.instruments.counters.errors import CountersForbidden
+from dpbench.instruments.counters import CountersForbidden
 from dpbench.results.outcome import Outcome
 from tests.programs import program, reports
 

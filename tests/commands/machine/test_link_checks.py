@@ -27,7 +27,7 @@ from dpbench.core import gpu
 from dpbench.core.case import Case
 from dpbench.core.gpu import Gpu
 from dpbench.core.settings import Settings
-from dpbench.instruments.cupti.target import RECEIVED, SENT
+from dpbench.instruments.cupti.ranges import RECEIVED, SENT
 from dpbench.launch.ranks import on_all_ranks
 from dpbench.results.outcome import Outcome
 from dpbench.training.parallel import rank_and_ranks

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from dpbench.core.metrics import METRICS
-from dpbench.instruments.counters.libraries import Driver
+from dpbench.instruments.counters import Driver
 from dpbench.instruments.cupti.chip import LINKS
-from dpbench.instruments.cupti.library import Library
-from dpbench.instruments.cupti.structures import NAMES, c_function, struct_size
-from dpbench.instruments.cupti.target import Payload, Target
+from dpbench.instruments.cupti.library import NAMES, Library, c_function, struct_size
+from dpbench.instruments.cupti.ranges import Payload, Target
 
 ALL = tuple(
     dict.fromkeys(c for m in METRICS.counted("cupti") if m.name not in LINKS for c in m.on("GH100"))

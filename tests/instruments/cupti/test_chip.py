@@ -6,11 +6,20 @@ import pytest
 
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.gpu import chip_of
-from dpbench.instruments.counters.errors import CounterUnknown
-from dpbench.instruments.counters.metrics import available, counters, on_chip
-from dpbench.instruments.cupti.chip import BASIC, Chip, Configuration, chosen, known_chips
+from dpbench.instruments import counters as ncu
+from dpbench.instruments.counters import CounterUnknown, available, counters, on_chip
+from dpbench.instruments.cupti.chip import (
+    BASIC,
+    LINKS,
+    Chip,
+    Configuration,
+    chosen,
+    describe,
+    known_chips,
+)
 from dpbench.instruments.cupti.library import CountersDoNotCombine, Library
-from tests.instruments.cupti.fake import ALL, FakeCupti, library
+from dpbench.instruments.cupti.ranges import with_derived
+from tests.instruments.cupti.fake import ALL, OF_LINKS, FakeCupti, library
 from tests.instruments.cupti.wheels import usable_library
 
 DRAM = list(ALL[:2])
@@ -129,3 +138,53 @@ def test_nothing_stays_open_where_a_configuration_fails() -> None:
     with pytest.raises(Exception, match="GetNumOfPasses returned 27"):
         Configuration(Chip(library(cupti), "GH100"), DRAM)
     assert cupti.hosts == {}
+
+
+CHIP = Chip(library(FakeCupti(counters=("sm__inst_executed.sum", *FakeCupti().base))), "GH100")
+OURS = ncu.available(CHIP.has, "cupti", "GH100")
+
+
+def test_all_that_ncu_counts_is_counted_by_the_same_names_and_counters() -> None:
+    assert ncu.on_chip("GH100").items() <= OURS.items()
+    assert list(OURS.values()) == chosen(CHIP)
+
+
+def test_links_are_counted_in_a_step_of_their_own_where_there_are_peers() -> None:
+    gpu = FakeCupti(counters=(*ALL, *OF_LINKS))
+    chip = Chip(library(gpu), "GH100")
+    assert [metric.name for metric in chosen(chip)] == list(OURS)
+    assert [metric.name for metric in chosen(chip, peers=True)] == [*OURS, *LINKS]
+    first, *lines = describe(library(gpu), "GH100").splitlines()
+    assert first == (
+        "GH100, libcupti 13.0: 1 step(s) count all metrics by phase, and 1 more with several GPUs"
+    )
+    assert [line.split()[:3] for line in lines[-4:]] == [[name, "step", "2"] for name in LINKS]
+
+
+@pytest.mark.parametrize(
+    ("name", "metrics"),
+    [
+        ("dram_read_bytes", []),
+        ("dram_bytes", []),
+        ("gpu_busy_share", []),
+        ("l2_sm_read_bytes", ["l2_sm_read_bytes"]),
+        ("gld_throughput", ["global_load_bytes"]),
+        ("sm__inst_executed.sum", ["sm__inst_executed.sum"]),
+    ],
+)
+def test_what_is_asked_for_comes_after_what_is_always_counted(
+    name: str, metrics: list[str]
+) -> None:
+    assert [metric.name for metric in chosen(CHIP, [name])] == [*BASIC, *metrics]
+
+
+@pytest.mark.parametrize("name", ["busy", "sm__throughput.avg.pct_of_peak_sustained_elapsed"])
+def test_what_is_unknown_or_does_not_add_up_is_refused(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=name):
+        chosen(CHIP, [name])
+
+
+def test_sums_and_shares_follow_from_their_parts() -> None:
+    values = {"gpu_busy_cycles": 100.0, "gpu_elapsed_cycles": 1000.0, "dram_read_bytes": 1.0}
+    assert with_derived(values) == {**values, "gpu_busy_share": 0.1}
+    assert with_derived({"dram_read_bytes": 1.0, "dram_write_bytes": 2.0})["dram_bytes"] == 3.0

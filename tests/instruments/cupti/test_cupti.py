@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from contextlib import closing
 from dataclasses import replace
@@ -11,29 +10,26 @@ from typing import Any
 
 import pytest
 
-from dpbench import Case, CaseReport, ConfigurationError
+from dpbench import Case, CaseReport
 from dpbench.child import recorder as recorders
 from dpbench.child.case import run_case
 from dpbench.child.messages import Steps
 from dpbench.child.task import Task
 from dpbench.commands.cli import main
-from dpbench.core import gpu
-from dpbench.core.errors import CaseFailed, CaseOutOfMemory, InstrumentError, as_instrument_error
+from dpbench.core.errors import CaseFailed, InstrumentError, as_instrument_error
 from dpbench.core.settings import Settings
 from dpbench.instruments import choose
-from dpbench.instruments.counters.errors import CountersForbidden
+from dpbench.instruments.counters import CountersForbidden
 from dpbench.instruments.cupti.cupti import Cupti
 from dpbench.instruments.cupti.library import CuptiUnusable
-from dpbench.instruments.cupti.range_profiler import MAX_RANGES
+from dpbench.instruments.cupti.ranges import MAX_RANGES
 from dpbench.instruments.cupti.recorder import CuptiRecorder, Target, cupti_rows
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP
-from dpbench.results.summary import summary
-from dpbench.show.layout import as_text
 from dpbench.workloads.transformer import SimpleBigModel
 from tests.instruments.cupti.fake import FakeCupti, target
 from tests.programs import program, reports
-from tests.results.figures import column, summarised, tables_of
+from tests.results.figures import column, tables_of
 
 CASE = Case("dpsgd", 2, 16, "tiny")
 GB = 1e9
@@ -108,15 +104,6 @@ def test_the_report_has_times_and_bytes_of_the_step_and_its_phases(record: dict[
     assert report.phases.dram_bytes["forward"] == 10 * GB
 
 
-def test_the_busy_share_of_a_step_is_that_of_the_middle_one(record: dict[str, Any]) -> None:
-    by_phase, first, *others = record["counted"]
-    paused = {STEP: {**first[STEP], "gpu_elapsed_cycles": 10 * GB}}
-    rows = cupti_rows(CASE, {**record, "counted": [by_phase, paused, *others]})
-    found = summarised(rows).set_index(["metric", "phase"])
-    assert found.value["gpu_busy_share", STEP] == pytest.approx(BUSY)
-    assert found.spread["gpu_busy_share", STEP] == pytest.approx(0.5)
-
-
 def test_tables_show_how_busy_the_gpu_was_and_say_that_a_step_waits(record: dict[str, Any]) -> None:
     step, *others = tables_of(cupti_rows(CASE, record))
     assert column(step, "busy") == {"dpsgd": "40%"}
@@ -127,33 +114,6 @@ def test_tables_show_how_busy_the_gpu_was_and_say_that_a_step_waits(record: dict
     assert by_phase.cells == [["dpsgd", "40%", "40%"]]
     [rates] = [table for table in others if table.title.endswith("GB/s")]
     assert rates.cells
-
-
-def test_a_busy_step_needs_no_word(record: dict[str, Any]) -> None:
-    by_phase, *whole = record["counted"]
-    busy = [{STEP: {**step[STEP], "gpu_busy_cycles": 4.5 * GB}} for step in whole]
-    text = as_text(tables_of(cupti_rows(CASE, {**record, "counted": [by_phase, *busy]})))
-    assert "90%" in text
-    assert "launch-bound" not in text
-
-
-def test_where_ncu_counted_too_the_tables_show_its_bytes(record: dict[str, Any]) -> None:
-    rows = list(cupti_rows(CASE, record))
-    by_ncu = [
-        replace(row, instrument="ncu", value=2 * row.value)
-        for row in rows
-        if row.metric.startswith("dram_")
-    ]
-    step = tables_of([*rows, *by_ncu])[0]
-    assert column(step, "DRAM total") == {"dpsgd": "20.0"}
-    both = CaseReport.of(CASE, [*rows, *by_ncu])
-    assert both.dram_bytes == both.phases.dram_bytes["forward"] == 20 * GB
-    assert both.value("gpu_busy_share") == pytest.approx(BUSY)
-    assert len(both.phases) == len(record["counted"][0])
-    every = summary(both.frame)
-    rates = every[every.kind == "throughput"]
-    by = {*zip(rates.instrument, rates.timed_by, strict=True)}
-    assert by == {("ncu", "cupti"), ("cupti", "cupti")}
 
 
 # --- its process ---------------------------------------------------------------------------------
@@ -218,43 +178,7 @@ def test_an_error_of_the_process_is_raised_here_with_its_remedy_once(
     assert caught.value.log is not None
 
 
-def test_too_little_memory_is_told_as_by_every_instrument(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failed = Outcome.failed(CASE, CaseOutOfMemory("CUDA out of memory"))
-    with pytest.raises(CaseOutOfMemory, match="out of memory; use a smaller batch size"):
-        measure(reports(failed), tmp_path, monkeypatch)
-
-
 def test_without_a_gpu_it_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["step", "--trainer=dpsgd", "--model-size=tiny", "--device=cpu"]
     assert main([*command, "--instrument=cupti"]) == 2
     assert "cupti needs a GPU, but the case runs on the CPU" in capsys.readouterr().err
-
-
-def test_without_a_gpu_the_check_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(ConfigurationError, match="no CUDA GPU"):
-        Cupti(tmp_path).check()
-
-
-def test_a_run_is_measured_saved_and_shown(
-    record: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    rows = cupti_rows(CASE, {**record, "device": "NVIDIA H200"})
-    text = reports(Outcome(CASE, tuple(rows)))
-    card = gpu.Gpu("GPU-0", "NVIDIA H200", None, "580.159.03")
-    monkeypatch.setattr(gpu, "visible_gpus", lambda: [card])
-    monkeypatch.setattr(sys, "executable", str(program(tmp_path / "replay", text)))
-    monkeypatch.chdir(tmp_path)
-    axes = ["--trainer=dpsgd", "--batch-size=2", "--seq-len=16", "--model-size=tiny"]
-    options = ["--json=run.json", "--save=first"]
-    assert main(["run", "--instrument=cupti", *axes, *options]) == 0
-    assert "busy by phase" in capsys.readouterr().out
-    document = json.loads(Path("run.json").read_text())
-    assert {row["instrument"] for row in document["rows"]} == {"cupti"}
-    again = ["--compare", "--compare-fail=gpu_busy_share:1%", "--compare-fail=dram_bytes:1%"]
-    assert main(["run", "--instrument=cupti", *axes, *again]) == 0

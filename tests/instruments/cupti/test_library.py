@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,22 +12,33 @@ from pathlib import Path
 import pytest
 
 from dpbench.core.errors import InstrumentError
-from dpbench.instruments.counters.errors import (
+from dpbench.instruments.counters import (
     CountersBusy,
     CountersForbidden,
     CounterUnknown,
+    Driver,
     ProfilerNotLoaded,
+    candidate_folders,
+    loaded_folders,
 )
-from dpbench.instruments.counters.libraries import Driver, candidate_folders, loaded_folders
 from dpbench.instruments.cupti.library import (
+    COUNTER,
+    NAMES,
+    USER_RANGE,
+    USER_REPLAY,
     CountersUnsupported,
     CuptiError,
     CuptiUnusable,
     Library,
+    c_function,
+    c_structure,
     call_error,
     open_in,
+    struct_size,
+    structure,
 )
 from tests.instruments.cupti.fake import FakeCuda, FakeCupti, library
+from tests.instruments.cupti.wheels import HEADERS
 from tests.recorded import unpacked
 
 NO_DRIVER = Driver()
@@ -66,23 +80,10 @@ def test_an_older_driver_is_named_where_nothing_else_explains_a_failure(
 
 @pytest.mark.parametrize(
     ("version", "cuda"),
-    [(24, (12, 6)), (26, (12, 8)), (28, (12, 9)), (130001, (13, 0)), (130401, (13, 4))],
+    [(24, (12, 6)), (28, (12, 9)), (130401, (13, 4))],
 )
 def test_the_version_of_cuda_is_known(version: int, cuda: tuple[int, int]) -> None:
     assert library(FakeCupti(version)).cuda_version == cuda
-
-
-def test_a_failed_call_is_an_error() -> None:
-    with pytest.raises(CountersForbidden):
-        library(FakeCupti(fails={"cuptiProfilerInitialize": 35})).initialize()
-
-
-def test_the_profiler_is_initialized_once() -> None:
-    cupti = FakeCupti()
-    opened = library(cupti)
-    opened.initialize()
-    opened.initialize()
-    assert cupti.calls == ["Profiler_Initialize"]
 
 
 def test_a_library_from_before_the_range_profiler_is_too_old() -> None:
@@ -143,7 +144,7 @@ def test_a_folder_without_a_usable_library_is_named(tmp_path: Path) -> None:
 READS_A_REPORT_FIRST = """
 import sys
 from pathlib import Path
-from dpbench.instruments.counters import libraries
+from dpbench.instruments import counters as libraries
 from dpbench.instruments.cupti import library
 from dpbench.instruments.ncu.report import holds_kernels
 
@@ -176,3 +177,76 @@ def test_a_report_that_was_read_before_takes_nothing_from_libcupti(
     program = [sys.executable, "-c", READS_A_REPORT_FIRST, str(report), str(folder), machine]
     done = subprocess.run(program, capture_output=True, text=True, check=True)
     assert ("cannot be used with the libnvperf_host.so" in done.stdout) == clash
+
+
+CONSTANTS = {
+    "CUPTI_UserRange": USER_RANGE,
+    "CUPTI_UserReplay": USER_REPLAY,
+    "CUPTI_METRIC_TYPE_COUNTER": COUNTER,
+    "CUPTI_PROFILER_TYPE_RANGE_PROFILER": 0,
+}
+
+# What the headers want from outside the wheel; 13.0's includes <string> though it is C.
+STAND_INS = {
+    "cuda.h": "#include <stdbool.h>\ntypedef int CUdevice; typedef struct CUctx_st *CUcontext;\n",
+    "string": "",
+}
+
+
+def ours(version: int) -> dict[str, int]:
+    """What a program that includes the headers should print."""
+    numbers = dict(CONSTANTS)
+    for name in NAMES:
+        made = structure(name, version)
+        numbers[f"sizeof({c_structure(name)})"] = ctypes.sizeof(made)
+        numbers[f"{c_structure(name)}_STRUCT_SIZE"] = struct_size(name, version)
+        for field, *_ in made._fields_:
+            place = getattr(made, field)
+            numbers[f"offsetof({c_structure(name)}, {field})"] = place.offset
+            numbers[f"sizeof((({c_structure(name)} *)0)->{field})"] = place.size
+    return numbers
+
+
+def c_program(expressions: list[str]) -> str:
+    """Prints each expression and its value; compiles only if each function takes its structure."""
+    headers = ("profiler_target", "profiler_host", "range_profiler", "target")
+    lines = ["#include <stdio.h>", *(f"#include <cupti_{header}.h>" for header in headers)]
+    for name in NAMES:
+        lines.append(f"CUptiResult (*p_{name})({c_structure(name)} *) = {c_function(name)};")
+    lines.append("int main(void) {")
+    lines += [f'printf("%s\\t%ld\\n", "{text}", (long)({text}));' for text in expressions]
+    return "\n".join([*lines, "return 0; }"])
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+@pytest.mark.skipif(not HEADERS, reason="no nvidia-cuda-cupti wheel")
+@pytest.mark.parametrize("headers", HEADERS, ids=lambda folder: folder.parent.name)
+def test_every_size_and_offset_is_that_of_the_headers(headers: Path, tmp_path: Path) -> None:
+    text = (headers / "cupti_version.h").read_text(encoding="utf-8")
+    [version] = re.findall(r"#define CUPTI_API_VERSION (\d+)", text)
+    expected = ours(int(version))
+    for name, content in STAND_INS.items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    (tmp_path / "sizes.c").write_text(c_program(list(expected)), encoding="utf-8")
+    # Compiled and linked without libcupti: its functions are only named, never called.
+    link = ["-Wl,--unresolved-symbols=ignore-all", "-o", "sizes"]
+    subprocess.run(
+        ["cc", "-I.", f"-I{headers}", "sizes.c", *link], cwd=tmp_path, check=True, timeout=60
+    )
+    printed = subprocess.run(
+        ["./sizes"], cwd=tmp_path, check=True, capture_output=True, text=True, timeout=60
+    ).stdout
+    found = {name: int(value) for name, value in (row.split("\t") for row in printed.splitlines())}
+    assert found == expected
+
+
+def test_a_field_that_a_version_lacks_is_not_in_its_size() -> None:
+    grown = {
+        "Profiler_GetCounterAvailability": (130001, 130101),
+        "Profiler_Host_Initialize": (130101, 130202),
+        "RangeProfiler_Enable": (130301, 130401),
+    }
+    for name in NAMES:
+        before, after = grown.get(name, (24, 24))
+        assert struct_size(name, before) == struct_size(name, 24)
+        assert (struct_size(name, after) > struct_size(name, before)) == (name in grown)

@@ -6,8 +6,8 @@ import pytest
 
 from dpbench.core.errors import InstrumentError
 from dpbench.core.subject import Script
+from dpbench.instruments.cupti.ranges import Target
 from dpbench.instruments.cupti.recorder import CuptiRecorder
-from dpbench.instruments.cupti.target import Target
 from dpbench.training.phases import observed_step, phase
 from tests.instruments.cupti.fake import FakeCupti, target
 

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from dpbench.core.errors import InstrumentError
-from dpbench.instruments.counters.libraries import Driver, candidate_folders
+from dpbench.instruments.counters import Driver, candidate_folders
 from dpbench.instruments.cupti.library import Library, open_in
 
 HEADERS = [

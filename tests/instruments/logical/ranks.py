@@ -13,8 +13,8 @@ from dpbench.child.recorder import Recorder
 from dpbench.core.case import Case
 from dpbench.instruments.in_process import InProcessInstrument
 from dpbench.instruments.logical.memory import LiveMemory, tensors, track_resizing
-from dpbench.instruments.logical.operators import have_own_operators
 from dpbench.instruments.logical.recorder import LogicalRecorder
+from dpbench.instruments.logical.rules import have_own_operators
 from dpbench.results.outcome import Outcome
 from dpbench.training.base import Batch
 from dpbench.training.phases import phase
@@ -22,13 +22,8 @@ from dpbench.training.standard import StandardTrainer
 
 PAIRS = (
     ("standard", "ddp"),
-    ("standard", "fsdp2"),
     ("dpsgd", "ddp"),
-    ("dpsgd:clip=per_layer", "ddp"),
-    ("dpsgd_ghost", "ddp"),
     ("dpsgd_ghost", "fsdp2"),
-    ("dpsgd_fgc", "ddp"),
-    ("fused:graphs=false,kernels=false", "ddp"),
     ("fused", "ddp"),
     ("fused", "fsdp2"),
 )

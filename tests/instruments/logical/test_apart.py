@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from dpbench.core.errors import CaseFailed
 from dpbench.instruments.logical.logical import Counting, Logical
 from dpbench.runner import measure
@@ -18,6 +20,7 @@ def test_a_crash_fails_its_case_and_its_log_says_where(tmp_path: Path) -> None:
     assert "outside.py" in Path(str(outcome.log)).read_text()
 
 
+@pytest.mark.slow
 def test_the_count_is_that_of_this_process() -> None:
     case = tiny(CountsTokens)
     counting = Logical().start(case)

@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from opacus.grad_sample.linear import compute_linear_grad_sample, compute_linear_norm_sample
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -85,41 +84,6 @@ class TestLinearLayer:
         )
 
     @few
-    @linear_dimensions
-    def test_per_sample_gradients_write_a_weight_and_a_bias_for_each_example(
-        self, b: int, t: int, i: int, o: int
-    ) -> None:
-        layer = nn.Linear(i, o)
-
-        def work(x: Tensor, y: Tensor) -> None:
-            compute_linear_grad_sample(layer, [x], y)
-
-        x, y = b * t * i, b * t * o
-        weight, bias = Moved(E * (x + y), E * b * o * i), Moved(E * y, E * b * o)
-        assert cost(work, (b, t, i), (b, t, o)) == (
-            weight.read + bias.read,
-            weight.write + bias.write,
-        )
-
-    @few
-    @linear_dimensions
-    def test_ghost_norms_read_each_operand_once_and_make_gram_matrices(
-        self, b: int, t: int, i: int, o: int
-    ) -> None:
-        layer = nn.Linear(i, o)
-
-        def work(x: Tensor, y: Tensor) -> None:
-            compute_linear_norm_sample(layer, [x], y)
-
-        x, y, gram = b * t * i, b * t * o, b * t * t
-        weight = Moved(y + x + 2 * gram + 2 * b, 2 * gram + 3 * b)  # Gram matrices; clamp, root
-        bias = Moved(y + gram + 2 * b, gram + 3 * b)  # y's Gram matrix again, and its sum
-        assert cost(work, (b, t, i), (b, t, o)) == (
-            E * (weight.read + bias.read),
-            E * (weight.write + bias.write),
-        )
-
-    @few
     @given(b=dimension, i=dimension, o=dimension)
     def test_norms_and_clipping_each_read_all_per_sample_gradients(
         self, b: int, i: int, o: int
@@ -132,15 +96,6 @@ class TestLinearLayer:
 
         assert cost(norm, (b, o, i)) == (E * b * o * i, E * b)
         assert cost(clip, (b,), (b, o, i)) == (E * (b + b * o * i), E * o * i)
-
-    @few
-    @given(n=dimension, m=dimension)
-    def test_noise_is_written_then_added_then_scaled(self, n: int, m: int) -> None:
-        def work(summed: Tensor) -> None:
-            gradient = summed + torch.normal(0.0, 1.0, summed.shape)
-            gradient /= 8
-
-        assert cost(work, (n, m)) == (E * 3 * n * m, E * 3 * n * m)
 
 
 @pytest.mark.parametrize(
@@ -184,9 +139,8 @@ def test_operator(
     assert cost(work, *shapes) == (E * read, E * write)
 
 
-@pytest.mark.parametrize(
-    "view",
-    [
+def test_views_are_free() -> None:
+    views: list[Callable[[Tensor], Any]] = [
         lambda x: x.view(-1),
         lambda x: x.t(),
         lambda x: x.permute(1, 0),
@@ -201,14 +155,8 @@ def test_operator(
         lambda x: torch.ops.aten._unsafe_view(x, [24]),
         lambda x: x.reshape(3, 8),
         lambda x: x.to(torch.float32),
-    ],
-)
-def test_views_are_free(view: Callable[[Tensor], Any]) -> None:
-    assert cost(view, (6, 4)) == (0, 0)
-
-
-def test_converting_reads_and_writes_at_each_width() -> None:
-    assert cost(lambda x: x.to(torch.bfloat16), (10,)) == (40, 20)
+    ]
+    assert [cost(view, (6, 4)) for view in views] == [(0, 0)] * len(views)
 
 
 @pytest.mark.parametrize("width", [1, 5])
@@ -216,12 +164,6 @@ def test_a_norm_of_rows_is_one_number_a_row(width: int) -> None:
     with without_data():
         assert torch.empty(4, width).norm(2, dim=-1).shape == (4,)
         assert torch.empty(()).norm(2, dim=-1).shape == ()
-
-
-def test_transposing_and_reshaping_do_not_make_another_region() -> None:
-    x = torch.empty(2, 3, 4)
-    same = [x, x.view(6, 4), x.transpose(0, 2), x.view(24), x.unsqueeze(1).expand(2, 5, 3, 4)]
-    assert len({region_of(tensor) for tensor in same}) == 1
 
 
 def test_parts_of_a_storage_are_regions_of_their_own() -> None:
@@ -236,9 +178,6 @@ class TestLists:
             torch._foreach_add_([a, b], [c, d], alpha=-0.1)
 
         assert cost(work, (3,), (5,), (3,), (5,)) == (E * 16, E * 8)
-
-    def test_foreach_out_of_place_writes_new_tensors(self) -> None:
-        assert cost(lambda a, b: torch._foreach_mul([a, b], 2.0), (3,), (5,)) == (E * 8, E * 8)
 
     def test_foreach_overwriters_do_not_read_the_target(self) -> None:
         assert cost(lambda a, b: torch._foreach_zero_([a, b]), (3,), (5,)) == (0, E * 8)
@@ -301,9 +240,6 @@ class TestGathersAndScatters:
 
         moved = cost(work, (100, 8), indices(3), (3, 8))
         assert moved == (INT64 * 3 + E * (24 + target_read), E * 24)
-
-    def test_index_fill_writes_the_named_rows(self) -> None:
-        assert cost(lambda x, i: x.index_fill_(0, i, 0.0), (100, 8), indices(3)) == (24, E * 24)
 
 
 @pytest.mark.parametrize("accumulate", [True, False])

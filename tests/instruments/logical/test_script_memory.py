@@ -12,7 +12,7 @@ from torch import nn
 from dpbench import observe
 from dpbench.child.build import build
 from dpbench.core.case import Case
-from dpbench.core.case_names import resolve
+from dpbench.core.registry import resolve
 from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.logical.memory import ScriptMemory
 from dpbench.instruments.observe import Observation

@@ -9,8 +9,6 @@ import pytest
 from dpbench import Case
 from dpbench.child.messages import Steps
 from dpbench.core.errors import CaseFailed
-from dpbench.core.settings import Settings
-from dpbench.instruments import choose
 from dpbench.instruments.nsys import nsys
 from dpbench.instruments.nsys.nsys import Nsys, timeline_of, timeline_rows
 from dpbench.instruments.nsys.timeline import NothingTraced
@@ -109,12 +107,6 @@ def test_a_case_that_fails_says_why(tmp_path: Path) -> None:
     (tmp_path / "recorded").unlink()
     with pytest.raises(CaseFailed, match="ended with exit code 7"):
         stand_in(tmp_path, case_recording(), code=7).measure(CASE)
-
-
-def test_it_is_chosen_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nsys, "find_nsys", lambda: "/nsys")
-    [found] = choose(["nsys"], Settings(ncu_dir=tmp_path, warmup=1, active=2))
-    assert found == Nsys(tmp_path, path="/nsys", steps=Steps(1, 2))
 
 
 def test_a_report_takes_an_nsys_to_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,7 @@ from dpbench import Case
 from dpbench.child.messages import Schedule
 from dpbench.commands.cli import main
 from dpbench.core.case import OUTSIDE
-from dpbench.instruments.torch_profiler.profile_folder import OPERATORS, REPORT, prepare
-from dpbench.instruments.torch_profiler.trace import read
+from dpbench.instruments.torch_profiler.profile_folder import OPERATORS, REPORT, prepare, read_trace
 
 CASE = Case("dpsgd", 2, 8, "100x16x1x2")
 SCHEDULE = Schedule(skip_first=0, wait=1, warmup=1, active=2, repeat=2)
@@ -49,11 +48,13 @@ def folder(profiled: Profiled) -> Path:
 
 def test_each_cycle_leaves_a_trace_of_its_active_steps(folder: Path) -> None:
     traces = sorted(folder.glob("trace_*.json.gz"))
-    assert [len(read(path).cpu_seconds) for path in traces] == [SCHEDULE.active] * SCHEDULE.repeat
+    assert [len(read_trace(path).cpu_seconds) for path in traces] == [
+        SCHEDULE.active
+    ] * SCHEDULE.repeat
 
 
 def test_phases_are_annotated_without_the_trainer_knowing(folder: Path) -> None:
-    for seconds in read(folder / "trace_0.json.gz").cpu_seconds:
+    for seconds in read_trace(folder / "trace_0.json.gz").cpu_seconds:
         assert set(seconds) == {"forward", "backward", "clip", "noise", "optimizer", OUTSIDE}
         assert min(seconds.values()) > 0
 

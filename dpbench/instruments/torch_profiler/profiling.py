@@ -1,12 +1,79 @@
-"""Makes the text of ``operators.txt`` from the PyTorch profiler's tables of operators."""
+"""The PyTorch profiler: annotations of phases, allocations, and the text of ``operators.txt``.
+
+This module imports torch, which a script may do only after it has set its environment.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch.autograd.profiler_util import EventList
+import torch
+from torch.autograd.profiler_util import EventList
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import schedule as schedule
+
+from dpbench.core.case import OUTSIDE
+
+
+class PhaseAnnotations:
+    """Marks each phase in the trace, without synchronizing the GPU.
+
+    Launches and allocations belong to the phase in which the CPU made them.
+    """
+
+    def start_step(self, phase: str = OUTSIDE) -> None:
+        self.annotation = record_function(f"dpbench.{phase}")
+        self.annotation.__enter__()
+
+    def switch(self, phase: str) -> None:
+        self.end_step()
+        self.start_step(phase)
+
+    def end_step(self) -> None:
+        self.annotation.__exit__(None, None, None)
+
+
+def profiler_of(on_cuda: bool, **options: Any) -> profile:
+    """Create a profiler that records operators with their shapes, memory and FLOPs.
+
+    If ``on_cuda`` is True, the profiler also records the GPU.
+    """
+    return profile(
+        activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA][: 1 + on_cuda],
+        record_shapes=True,
+        profile_memory=True,
+        with_flops=True,
+        **options,
+    )
+
+
+def is_running() -> bool:
+    """Return True if a profiler records in this process."""
+    return bool(torch._C._autograd._profiler_enabled())
+
+
+def finish_work(on_cuda: bool) -> None:
+    """Wait until the GPU has finished all work of a step, so that the work counts in this step."""
+    if on_cuda:
+        torch.cuda.synchronize()
+
+
+def record_allocations() -> Callable[[], None]:
+    """Begin to record the stack of each allocation on the GPU. Return a function that ends it."""
+    # A step of the 1b model has about 15 000 allocations and frees, so 400 000 entries suffice.
+    torch.cuda.memory._record_memory_history(max_entries=400_000, stacks="python")
+    return partial(torch.cuda.memory._record_memory_history, enabled=None)
+
+
+def write_snapshot(path: Path) -> None:
+    """Write the recorded allocations to a file."""
+    torch.cuda.memory._dump_snapshot(str(path))
+
+
+# --- tables of operators --------------------------------------------------------------------------
 
 TOP = 20
 """Largest number of rows in a table."""
@@ -59,10 +126,8 @@ def operator_tables(
 
 def _without(events: EventList, calls: Collection[str]) -> EventList:
     """Return the events without CUDA calls and annotations."""
-    from torch.autograd.profiler_util import EventList
-
-    kept = [each for each in events if not each.is_user_annotation and each.key not in calls]
-    return EventList(kept, use_device=events._use_device, profile_memory=True, with_flops=True)
+    operators = [each for each in events if not each.is_user_annotation and each.key not in calls]
+    return EventList(operators, use_device=events._use_device, profile_memory=True, with_flops=True)
 
 
 def _bottlenecks(operators: EventList, column: str, steps: int, threshold: float) -> Iterator[str]:

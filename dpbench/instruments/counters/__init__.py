@@ -1,1 +1,0 @@
-"""Errors, options and metrics of hardware counters, which the instruments ncu and cupti share."""
