@@ -16,8 +16,8 @@ SIGTERM cannot be used: the launcher also sends SIGTERM, which would interrupt t
 COLLECTIVES = ("autograd", "cuda", "distributed", "nn/parallel")
 """Folders of PyTorch whose functions wait for other ranks, directly or through the GPU."""
 
-RANK_MESSAGES = str(Path(__file__).with_name("rank_messages.py"))
-"""File whose functions make ranks wait for each other between steps."""
+BETWEEN_STEPS = str(Path(__file__).parents[1] / "training/parallel.py"), "all_gather"
+"""File and name of the function in which ranks wait for each other between steps."""
 
 WAITED = "waited for other ranks"
 
@@ -33,7 +33,7 @@ def where_stuck(stack: str) -> tuple[bool, str]:
     frames = FRAME.findall(stack.rpartition("(most recent call first)")[2])
     if not frames:
         return True, "left no stack"
-    if any(file == RANK_MESSAGES for file, *_ in frames):
+    if any((file, name) == BETWEEN_STEPS for file, _, name in frames):
         return False, "had finished its steps"
     of_torch = str(Path(str(getattr(find_spec("torch"), "origin", ""))).parent)
     waited = frames[0][0].startswith(tuple(f"{of_torch}/{part}" for part in COLLECTIVES))
