@@ -15,9 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from dpbench.child.hang_report import STACK
 from dpbench.child.imported import imported_files
-from dpbench.child.messages import POLL_SECONDS, RECORDS, WAITING, append_record
+from dpbench.child.messages import POLL_SECONDS, RECORDS, STACK, WAITING, append_record
 from dpbench.child.patches import watch, watch_threads_and_forks
 from dpbench.child.program import exit_process, print_error, run_program
 from dpbench.child.recorder import Recorder

@@ -29,8 +29,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from dpbench.child.build import pick_device
 from dpbench.child.case import with_gpus_locked
-from dpbench.child.hang_report import STACK, STACK_SIGNAL, where_stuck
-from dpbench.child.messages import LOST
+from dpbench.child.messages import LOST, STACK, STACK_SIGNAL, where_stuck
 from dpbench.core.case import Case
 from dpbench.core.errors import (
     CaseFailed,
