@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from dpbench.advice.footprint import Count, Counts, Footprint, footprints
-from dpbench.child.failures import CaseRefused
 from dpbench.core.case import Case
+from dpbench.core.errors import CaseRefused
 from dpbench.core.registry import TRAINERS
 from dpbench.instruments.logical.logical import Logical
 from tests.named import target

@@ -19,14 +19,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dpbench
 from dpbench import Batch, Workload
 from dpbench.child.build import build, pick_device
-from dpbench.child.messages import RECORDS, read_records, result_of
+from dpbench.child.messages import RECORDS, reported
 from dpbench.child.task import Task
 from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.registry import resolve
 from dpbench.instruments.interface import Instrument
+from dpbench.launch.case_process import PendingMeasurement
 from dpbench.launch.fork_server import COMMAND, environment_of_cases, fork
-from dpbench.launch.pending import PendingMeasurement
+from dpbench.results.outcome import Outcome
 from dpbench.training import clipped_sums
 from dpbench.training.fused import FusedTrainer
 from dpbench.verify.reference import distances
@@ -97,10 +98,10 @@ class Verified(Instrument):
     def start(self, case: Case) -> PendingMeasurement:
         raise NotImplementedError
 
-    def record_case(self, case: Case) -> dict[str, Any]:
+    def record_case(self, case: Case) -> Outcome:
         wrong = {pair: self.wrong(case, *pair.split("@")) for pair in self.pairs.split()}
         counts = {pair: second_step(case, *pair.split("@")) for pair in self.counted.split()}
-        return {"wrong": wrong, "counts": counts}
+        return Outcome(case, (), details={"wrong": wrong, "counts": counts})
 
     def wrong(self, case: Case, trainer: str, parallel: str, optimizer: str = "sgd") -> Wrong:
         case = resolve(replace(case, trainer=trainer, parallel=parallel, optimizer=optimizer))
@@ -198,4 +199,6 @@ def over_ranks(
     Task(case, Verified(" ".join(pairs), " ".join(counted), layer)).write(folder / "task.json")
     code, text = run(["step", "--task", str(folder / "task.json")], folder)
     assert code == 0, text
-    return result_of(read_records(folder / "records"))
+    outcome = reported(folder / "records")
+    assert outcome
+    return dict(outcome.details)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dpbench.child.messages import read_records, result_of
+from dpbench.child.messages import reported
 from dpbench.child.script import run
 from dpbench.child.task import Task
 from dpbench.commands.cli import main
@@ -41,9 +41,10 @@ def verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         script = ScriptRun(checks, program, skip=0, steps=steps)
         Path("records").unlink(missing_ok=True)
         run(Task(Script("mine"), checks), script, "records")
-        record = result_of(read_records(Path("records")))
-        assert said in record["message"] if said else not record["message"]
-        return {check["name"]: Check(**check) for check in record["checks"]}
+        outcome = reported(Path("records"))
+        assert outcome
+        assert said in outcome.message if said else not outcome.message
+        return {check["name"]: Check(**check) for check in outcome.details.get("checks", ())}
 
     yield verify_here
     signal.signal(signal.SIGINT, handler)
