@@ -25,7 +25,7 @@ from torch import Tensor, distributed, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from dpbench.training.base import DRAWN_BY, Batch, mean_of
 from dpbench.training.clipped_sums import (
@@ -142,12 +142,12 @@ class FusedTrainer(ClippedSumTrainer):
 
     def _plan(self, batch: Batch) -> None:
         """Choose a rule for each layer, see `dpbench.training.plan`."""
-        plan = Plan(self.model, kernels=self.kernels, one_example=self._one_example)
         fake = any(isinstance(each, FakeTensor) for each in pytree.tree_leaves(batch))
         width = 2 if self.autocast else self.trained[0].itemsize
-        probe = Probe(self.model, self._probed, batch, TOLERANCES[width])
-        plan.fit(probe, fake=fake)
-        self.rules = plan.rules
+        with _disable_current_modes():  # so that nothing is counted
+            plan = Plan(self.model, kernels=self.kernels, one_example=self._one_example)
+            plan.fit(Probe(self.model, self._probed, batch, TOLERANCES[width]), fake=fake)
+        self.rules, self._uses_are_checked = plan.rules, plan.knows_uses
         for layer in plan.expanded:
             layer.register_forward_pre_hook(partial(expand, lambda: self.examples))
         for layer, rule in self.rules.items():
@@ -156,10 +156,9 @@ class FusedTrainer(ClippedSumTrainer):
                 self.tied.setdefault(parameter, []).append(rule)
         self.tied = {p: rules for p, rules in self.tied.items() if len(rules) > 1}
 
-        self._uses_are_checked = plan.knows_uses
-
     def _probed(self, batch: Batch) -> Tensor:
-        return self.example_losses(self.model, batch)
+        # Wrappers of the trainer's own method expect the batches of its steps.
+        return FusedTrainer.example_losses(self, self.model, batch)
 
     @contextmanager
     def _one_example(self) -> Iterator[None]:

@@ -96,9 +96,9 @@ class Rule(ABC, Generic[L]):
             seen.append((x, g))
             return
         made = self.samples(x, g)
-        for parameter, samples in seen[0].items() if seen else ():
-            samples += made[parameter]
-        seen[:] = seen or [made]
+        if seen:  # not in place, because a sampler may return a view of the output gradient
+            made = {parameter: seen[0][parameter] + each for parameter, each in made.items()}
+        seen[:] = [made]
 
     @abstractmethod
     def samples(self, x: Tensor, g: Tensor) -> dict[Tensor, Tensor]:
@@ -212,7 +212,8 @@ class ScaledEmbeddingRule(EmbeddingRule):
 class SampledRule(Rule[nn.Module]):
     """Rule of all other layers. It needs per-sample gradients.
 
-    The gradients are computed by Opacus's function for this kind of layer, or else by functorch.
+    The gradients are computed by Opacus's function for this kind of layer, or else by functorch, or
+    else for one example after another.
     """
 
     def __init__(self, layer: nn.Module, name: str) -> None:
@@ -221,6 +222,7 @@ class SampledRule(Rule[nn.Module]):
         if kind is nn.EmbeddingBag:
             raise self.refusal("it takes more than one tensor")
         self._sampler = GradSampleModule.GRAD_SAMPLERS.get(kind)
+        self._one_by_one = False
         pads_otherwise = getattr(layer, "padding_mode", "zeros") != "zeros"
         if pads_otherwise or (kind is nn.LayerNorm and layer.bias is None):
             self._sampler = None  # Opacus 1.6 expects zero padding, and a bias of layer norms
@@ -254,13 +256,26 @@ class SampledRule(Rule[nn.Module]):
             raise self.refusal(
                 "its output is its block's output, so FSDP2 gathers its parameters too late"
             )
+        if self._one_by_one:
+            return self._of_each_example(x, g)
         try:  # Opacus 1.6 reads images that are not contiguous in the wrong order
             made = sampler(self.layer, [as_computed(x, g).contiguous()], g)
         except RuntimeError as error:
             if not any(known in str(error) for known in ("functorch", "vmap")):
                 raise
-            raise self.refusal(" ".join(str(error).split())) from error
+            self._one_by_one = True
+            return self._of_each_example(x, g)
         return {parameter: each for parameter, each in made.items() if parameter.requires_grad}
+
+    def _of_each_example(self, x: Tensor, g: Tensor) -> Gradients:
+        """Compute the gradients of one example after another."""
+        own = [getattr(self.layer, name) for name in self.trained]
+        with torch.enable_grad():
+            each = [
+                torch.autograd.grad(self.layer.forward(one), own, of_output)
+                for one, of_output in zip(as_computed(x, g).split(1), g.split(1), strict=True)
+            ]
+        return {p: torch.stack(made) for p, made in zip(own, zip(*each, strict=True), strict=True)}
 
 
 class LayerNormRule(SampledRule):

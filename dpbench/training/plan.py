@@ -6,6 +6,7 @@ dimensions of each layer's inputs and outputs are examples, and whether the exam
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -15,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from dpbench.core.errors import ConfigurationError
 from dpbench.training.base import Batch
@@ -105,11 +105,11 @@ class Probe:
         number = examples_in(batch)
         self._parts = [
             pytree.tree_map(lambda t, c=chosen: t[[n % number for n in c]], batch)
-            for chosen in ((0, 1, 2), (0, 1), (2,))
+            for chosen in ((0, 1, 2), (0, 1), (2,), (2, 1))
         ]
 
     def losses(self, part: int) -> Tensor:
-        """Return the losses of a part: examples 0 to 2, 0 and 1, or 2."""
+        """Return the losses of a part: examples 0 to 2, 0 and 1, 2, or 2 and 1."""
         self.examples = examples_in(self._parts[part])
         return self._losses(self._parts[part])
 
@@ -156,9 +156,33 @@ class Probe:
                 hook.remove()
         return seen
 
+    def buffers_after(self, part: int) -> dict[str, Tensor]:
+        """Return the buffers that a forward of a part changes, as they are then."""
+        before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        self.losses(part)
+        changed: dict[str, Tensor] = {}
+        for name, buffer in self.model.named_buffers():
+            if name in before and not torch.equal(buffer, before[name]):
+                changed[name] = buffer.clone()
+                buffer.copy_(before[name])
+        return changed
+
+    def check_buffers(self) -> None:
+        """Raise if a forward keeps something of the examples in a buffer."""
+        if not (some := self.buffers_after(1)):
+            return
+        others = self.buffers_after(3)
+        for name, buffer in some.items():
+            if name not in others or not torch.equal(buffer, others[name]):
+                raise ConfigurationError(
+                    f"buffer {name} changes with the examples in forward, and no noise is added to "
+                    f"it: put its layer into eval(), or replace it"
+                )
+
     def alike(self, some: Tensor, others: Tensor) -> Tensor:
         """Return for each example whether two losses differ by rounding only."""
-        return (some - others).abs() <= self.tolerance * others.abs().clamp(min=1)
+        close = {"rtol": self.tolerance, "atol": self.tolerance, "equal_nan": True}
+        return torch.isclose(some, others, **close)
 
     def check_unmixed(self) -> None:
         """Raise if an example's loss depends on the other examples of its batch."""
@@ -183,11 +207,10 @@ def shapes_of(tree: Any, *, outputs: bool = False) -> list[torch.Size]:
 
 @contextmanager
 def unnoticed(model: nn.Module) -> Iterator[None]:
-    """Run the model without a trace: buffers and random numbers stay, and nothing is counted."""
+    """Run the model without a trace: buffers and random numbers stay as they were."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = {p.device for p in model.parameters() if p.is_cuda}
     with ExitStack() as held:
-        held.enter_context(_disable_current_modes())
         held.enter_context(torch.random.fork_rng([*devices]))
         held.enter_context(torch.no_grad())
         yield
@@ -264,6 +287,7 @@ class Plan:
     def _fit(self, probe: Probe, *, fake: bool) -> None:
         with unnoticed(self.model), without_dropout(self.model):
             if not fake:
+                probe.check_buffers()
                 probe.check_unmixed()
             self._calls = probe.calls()
             units: dict[nn.Module, dict[str, nn.Parameter]] = {}
@@ -274,6 +298,8 @@ class Plan:
                         "the first dimension of an input or output is not the example, or it has "
                         "other arguments than one tensor"
                     )
+            if isinstance(self.model, FSDPModule):
+                self._check_sharded()
             for layer, error in self._refused.items():
                 self._add_to_unit(units, layer, self._names[layer], error)
             self._make_units(units)
@@ -283,6 +309,19 @@ class Plan:
                 self.knows_uses = True
         if isinstance(self.model, FSDPModule):
             self.model.reshard()  # a forward without a backward leaves the root module gathered
+
+    def _check_sharded(self) -> None:
+        """Raise if FSDP2 shards a layer that needs more than the usual rule of one layer."""
+        for error in self._refused.values():
+            raise error
+        owners = Counter(p for rule in self.rules.values() for p in rule.trained.values())
+        for shared in (parameter for parameter, times in owners.items() if times > 1):
+            every = self.model.named_parameters(remove_duplicate=False)
+            names = " and ".join(name for name, p in every if p is shared)
+            raise ConfigurationError(
+                f"{names} are one parameter of several layers, which this trainer does not train "
+                f"under parallel=fsdp2: untie or freeze them, or use parallel=ddp"
+            )
 
     def _fits(self, rule: Rule[Any], calls: Sequence[CallShapes]) -> bool:
         rows = {each.inputs for each in calls}
@@ -348,7 +387,7 @@ class Plan:
         trained = [p for p in self.model.parameters() if p.requires_grad]
         try:
             with torch.enable_grad():
-                return used_outside(self.model, own, lambda: probe.losses(1).sum())
+                return used_outside(self.model, own, lambda: probe.losses(2).sum())
         finally:
             for parameter in trained:
                 parameter.requires_grad_()

@@ -260,6 +260,9 @@ def check_unmixed_layers(model: nn.Module) -> None:
         mixes = isinstance(layer, _BatchNorm) and layer.training
         if mixes or (getattr(layer, "track_running_stats", False) and layer.training):
             raise ConfigurationError(_about(name, layer, "it computes statistics of all examples"))
+        if isinstance(layer, nn.Embedding) and layer.max_norm is not None:
+            words = "with max_norm, it changes its weight in forward"
+            raise ConfigurationError(_about(name, layer, words, "leave out max_norm"))
 
 
 def used_outside(
