@@ -181,8 +181,7 @@ class Probe:
 
     def alike(self, some: Tensor, others: Tensor) -> Tensor:
         """Return for each example whether two losses differ by rounding only."""
-        close = {"rtol": self.tolerance, "atol": self.tolerance, "equal_nan": True}
-        return torch.isclose(some, others, **close)
+        return torch.isclose(some, others, self.tolerance, self.tolerance, equal_nan=True)
 
     def check_unmixed(self) -> None:
         """Raise if an example's loss depends on the other examples of its batch."""
