@@ -223,6 +223,10 @@ def test_a_loss_that_divides_by_something_of_the_batch_is_refused() -> None:
         trainer.train_step(TOKENS)
 
 
+def test_random_numbers_of_a_function_do_not_count_as_mixed_examples() -> None:
+    update(lambda: Wrapped(lambda self, x: F.dropout(self.linear(x), 0.5)), "fused")
+
+
 def test_the_dimension_of_examples_is_the_one_that_grows_with_them() -> None:
     size = torch.Size
     assert rows_by_example([size((3, 5))], [size((2, 5))]) == (1,)
