@@ -6,24 +6,22 @@ import sys
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
-from dpbench.child.failures import InstrumentError
 from dpbench.child.imported import imported_files
 from dpbench.core.case import Case
-from dpbench.core.errors import ConfigurationError, DpbenchError
+from dpbench.core.errors import ConfigurationError, DpbenchError, InstrumentError
 from dpbench.core.files import Locked, locked
 from dpbench.core.gpu import number_of_gpus
 from dpbench.core.registry import locate, resolve
 from dpbench.core.subject import Subject
 from dpbench.instruments.interface import Instrument
-from dpbench.launch.case_process import CaseProcess, log_tail
-from dpbench.launch.pending import PendingMeasurement
+from dpbench.launch.case_process import CaseProcess, PendingMeasurement
 from dpbench.launch.processes import at_once
 from dpbench.results.outcome import Outcome
-from dpbench.results.rows import Measurement, checked
+from dpbench.results.rows import checked
 
 
 class RowsRefused(InstrumentError):
@@ -84,20 +82,18 @@ class Measuring:
     """
 
     def __init__(self, case: Subject, instruments: Sequence[Instrument]) -> None:
-        self.case = case
-        self._names = tuple(instrument.name for instrument in instruments)
         self._start = time.monotonic()
         self._running: list[PendingMeasurement] = []
-        self._rows: list[Measurement] = []
-        self._failure: dict[str, Any] = {}
-        with self._ending_errors() as held:
-            self.case = resolve(case)
-            check_ranks(self.case, instruments)
-            held.enter_context(_files_of(self.case, instruments))
+        names = tuple(instrument.name for instrument in instruments)
+        self._outcome = Outcome(case, (), instruments=names)
+        self._held = ExitStack()
+        with self._keeping_errors():
+            self._outcome = replace(self._outcome, case=resolve(case))
+            check_ranks(self._outcome.case, instruments)
+            self._held.enter_context(_files_of(self._outcome.case, instruments))
             for instrument in instruments:
-                self._running.append(instrument.start(cast("Case", self.case)))
-                held.callback(self._running[-1].cancel)  # an interrupt ends all measurements
-            self._held = held.pop_all()
+                self._running.append(instrument.start(cast("Case", self._outcome.case)))
+                self._held.callback(self._running[-1].cancel)
 
     @property
     def runs(self) -> bool:
@@ -109,68 +105,41 @@ class Measuring:
 
     def outcome(self) -> Outcome:
         """Wait for the measurements and return the outcome, with the error if one failed."""
-        seen: dict[str, list[Any]] = {
-            "operators": [],
-            "kernels": [],
-            "memory_lines": [],
-            "notes": [],
-        }
-        labels: dict[str, str] = {}
-        imported: dict[str, str] = {}
         refused: list[str] = []
-        with self._ending_errors() as held:
-            if not self._failure:
-                held.push(self._held)
-                for measurement in self._running:
-                    try:
-                        rows, wrong = checked(self.case, measurement.rows())
-                        self._rows += rows
-                        refused += wrong
-                    finally:  # also after a failure
-                        for part, entries in seen.items():
-                            entries += getattr(measurement, part)
-                        labels |= measurement.labels
-                        is_own = not type(measurement).__module__.startswith("dpbench.")
-                        imported |= imported_files() if is_own else measurement.imported
-            if refused:
+        with self._held, self._keeping_errors():  # an interrupt ends all measurements
+            for measurement in self._running:
+                if self._outcome.error is None:
+                    found = measurement.outcome()
+                    if not type(measurement).__module__.startswith("dpbench."):
+                        found = replace(found, imported=imported_files())
+                    case, whole = self._outcome.case, found.error is None
+                    rows, wrong = checked(case, found.rows, whole=whole)
+                    self._outcome = self._outcome.joined(replace(found, rows=tuple(rows)))
+                    refused += wrong
+            if refused and self._outcome.error is None:
                 named, more = refused[:MAX_REFUSED], len(refused) - MAX_REFUSED
                 named += [f"and {more} more"] if more > 0 else []
-                raise RowsRefused(f"{self.case.id}: {'; '.join(named)}")
-        return Outcome(
-            self.case,
-            tuple(self._rows),
-            time.monotonic() - self._start,
-            instruments=self._names,
-            labels=labels,
-            imported=imported,
-            **self._failure,
-            notes=tuple(dict.fromkeys(seen.pop("notes"))),
-            **dict[str, Any]((part, tuple(entries)) for part, entries in seen.items()),
-        )
+                raise RowsRefused(f"{self._outcome.case.id}: {'; '.join(named)}")
+        return replace(self._outcome, seconds=time.monotonic() - self._start)
 
     def cancel(self) -> None:
         """End all measurements of the case."""
-        if not self._failure:
-            self._held.close()
+        self._held.close()
 
     @contextmanager
-    def _ending_errors(self) -> Iterator[ExitStack]:
-        """Yield an exit stack, and keep an error of the ``with`` block for the outcome.
-
-        When the block ends, the stack ends the measurements that have been pushed onto it, unless
-        the block has taken them with ``pop_all``.
-        """
+    def _keeping_errors(self) -> Iterator[None]:
+        """Keep an error of the ``with`` block for the outcome, and end all measurements then."""
         try:
-            with ExitStack() as held:
-                yield held
+            with ExitStack() as failing:
+                failing.push(self._held.__exit__)
+                yield
+                failing.pop_all()
         except DpbenchError as error:
-            self._failure = {"error": type(error).__name__, "message": str(error)}
-            self._rows += checked(self.case, getattr(error, "rows", ()), whole=False)[0]
-            if isinstance(error, InstrumentError) and isinstance(error.log, Path):
-                self._failure |= {"log": str(error.log), "log_tail": log_tail(error)}
+            self._outcome = self._outcome.with_error(error)
         except Exception as error:  # e.g. a full disk, or a bug of another package's instrument
-            kind = type(error).__name__
-            self._failure = {"error": kind, "message": f"{self.case.id}: {kind}: {error}"}
+            message = f"{self._outcome.case.id}: {type(error).__name__}: {error}"
+            failed = replace(self._outcome, error=type(error).__name__, message=message)
+            self._outcome = failed
 
 
 @contextmanager

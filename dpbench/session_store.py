@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
+
 from dpbench.core.files import locked, write_text
-from dpbench.core.subject import Asked, Subject, subject_from
+from dpbench.core.subject import Asked, Subject
 from dpbench.results.outcome import Outcome, merge_duplicates
 
 if TYPE_CHECKING:
@@ -59,14 +61,13 @@ class Request:
 
     def as_json(self) -> dict[str, Any]:
         """Return plain JSON types, for `from_json`."""
-        plain: dict[str, Any] = json.loads(json.dumps({**vars(self), "case": None}))
-        return plain | {"case": {**self.case.columns} if self.case else None}
+        plain: dict[str, Any] = msgspec.to_builtins(self)
+        return plain
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Request:
         """Return the request that `as_json` described."""
-        known: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in data.items()}
-        return cls(**known | {"case": subject_from(data["case"]) if data["case"] else None})
+        return msgspec.convert(data, cls)
 
     def as_outcome(self) -> Outcome:
         """Return an outcome with the test and its ``extra_info``, but without measured rows."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from pathlib import Path
+
+from dpbench.results.outcome import Outcome
 
 
 def program(path: Path, python: str | Path) -> Path:
@@ -17,3 +20,12 @@ def program(path: Path, python: str | Path) -> Path:
     path.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, *what])} "$@"\n', "utf-8")
     path.chmod(0o755)
     return path
+
+
+def reports(outcome: Outcome) -> str:
+    """The text of a program that reports an outcome, as a measured process does."""
+    return (
+        "import json; from dpbench.child.messages import report; "
+        "from dpbench.results.outcome import Outcome; "
+        f"report(Outcome.from_json(json.loads({json.dumps(outcome.as_json())!r})))"
+    )

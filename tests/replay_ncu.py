@@ -14,7 +14,11 @@ import lzma
 import sys
 from pathlib import Path
 
-from dpbench.child.messages import report_result
+from dpbench.child.messages import report
+from dpbench.child.task import Task
+from dpbench.core.errors import CaseFailed
+from dpbench.core.subject import Subject
+from dpbench.results.outcome import Outcome
 
 DATA = Path(__file__).parent / "data"
 
@@ -33,11 +37,12 @@ def read(path: Path) -> bytes:
     return path.read_bytes() if path.exists() else lzma.decompress(Path(f"{path}.xz").read_bytes())
 
 
-def say(log: str) -> None:
+def say(log: str, case: Subject) -> None:
     """Print a recorded log, and report the record in it as a measured process does."""
     for line in log.splitlines():
         if line.startswith('{"dpbench"'):
-            report_result(**json.loads(line))
+            details = json.loads(line) | {"observed": 1}
+            report(Outcome(case, (), labels=details.get("labels", {}), details=details))
         else:
             print(line)
 
@@ -49,26 +54,25 @@ def main() -> int:
         print("Version 2025.3.1.0 (build 36398880) (public-release)")
         return 0
     export = Path(arguments[arguments.index("--export") + 1])
-    task = Path(arguments[arguments.index("--task") + 1])
-    trainer = json.loads(task.read_text())["case"]["trainer"]
+    case = Task.read(Path(arguments[arguments.index("--task") + 1])).case
+    trainer = case.trainer
     with (export.parent / "measured.txt").open("a") as stream:  # a line for each measurement
         stream.write(f"{export.stem}\n")
     folder = recording(arguments)
     recorded = DATA / folder / f"report_{trainer}_bs4_seq64.ncu-rep"
     if folder.endswith("clip") and trainer == "standard":  # it does not clip
-        say((DATA / "ncu_output/success.txt").read_text())
+        say((DATA / "ncu_output/success.txt").read_text(), case)
         print("==WARNING== No kernels were profiled.")
         export.write_bytes((DATA / "ncu_output/nothing.ncu-rep").read_bytes())
         return 0
     try:
         export.write_bytes(read(recorded))
     except FileNotFoundError:
-        error = {"kind": "RuntimeError", "message": f"no recording of {trainer}"}
-        report_result(error=error)
+        report(Outcome.failed(case, CaseFailed(f"no recording of {trainer}")))
         return 1
     in_ranges = folder == "tiny-fp32"
     log = DATA / "ncu_output/success.txt" if in_ranges else recorded.with_suffix(".log")
-    say(read(log).decode())
+    say(read(log).decode(), case)
     return 0
 
 

@@ -14,14 +14,17 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpbench.child.messages import report_result
+from dpbench.child.messages import report
 from dpbench.child.task import Task
 from dpbench.commands.step import write_report
 from dpbench.core.case import USUAL
+from dpbench.core.errors import CaseFailed
+from dpbench.instruments.timing import timing_rows
 from dpbench.instruments.torch_profiler import profile_folder as profile_files
 from dpbench.instruments.torch_profiler.profiler import TorchProfiler
 from dpbench.instruments.torch_profiler.profiling import operator_tables
 from dpbench.results.outcome import Outcome
+from dpbench.results.rows import Measurement
 
 if TYPE_CHECKING:
     from torch.autograd.profiler_util import EventList
@@ -81,19 +84,20 @@ def main() -> int:
     for name, value in {"case": case.columns, **asked(instrument)}.items():
         found = {**USUAL, **record[name]} if name == "case" else record[name]
         if found != value:
-            error = {"kind": "RuntimeError", "message": f"no recording of {name} {value}"}
-            report_result(error=error)
+            report(Outcome.failed(case, CaseFailed(f"no recording of {name} {value}")))
             return 1
+    rows: list[Measurement]
     if isinstance(instrument, TorchProfiler):
         folder = instrument.directory / case.file_name
         profile_files.prepare(folder)
         shutil.copytree(path.parent, folder, dirs_exist_ok=True)
         recorded = profile_files.read_trace(folder / "trace_0.json.gz")
-        rows = tuple(profile_files.profile_rows(case, record, [recorded]))
+        rows = [*profile_files.profile_rows(case, record, [recorded])]
         write_operators(folder, recorded.calls, instrument.threshold)
         write_report(folder, rows, record["schedule"], folder)
-        record["outcome"] = Outcome(case, rows).as_json()
-    report_result(**record)
+    else:
+        rows = timing_rows(case, record)
+    report(Outcome(case, tuple(rows), labels=record.get("labels", {}), details=record))
     return 0
 
 

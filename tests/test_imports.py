@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "training": {"core", "workloads"},
     "results": {"core"},
     "child": {"core", "workloads", "training", "results"},
-    "launch": {"core", "child", "results"},
+    "launch": {"core", "training", "child", "results"},
     "verify": {"core", "workloads", "training", "child", "launch"},
     "instruments": {"core", "workloads", "training", "child", "launch", "results"},
     "show": {"core", "results"},
@@ -60,8 +60,16 @@ FILES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Yield every name that a file imports, also in functions and for type checks."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    """Yield every name that a file imports, also in functions and for type checks.
+
+    In a file that uses ``import_module``, every text that is the name of a module counts. Only the
+    public names of the package are imported on first use.
+    """
+    text = path.read_text(encoding="utf-8")
+    by_text = "import_module" in text and path != PACKAGE / "__init__.py"
+    for node in ast.walk(ast.parse(text)):
+        if by_text and isinstance(node, ast.Constant) and node.value in FILES:
+            yield str(node.value)
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -27,7 +27,7 @@ import os
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dpbench import Case, Instrument, Measurement, PendingMeasurement
+from dpbench import Case, Instrument, Measurement, Outcome, PendingMeasurement
 from dpbench.core.metrics import METRICS, Metric
 
 METRICS.register(Metric("energy_joules", "energy\\nJ", ("power",)))
@@ -51,15 +51,16 @@ class Reading(PendingMeasurement):
     instrument: Power
     case: Case
 
-    def rows(self):
+    def outcome(self):
         if self.case.trainer == "dpsgd_fgc":
             raise LookupError("no meter")
         if self.case.trainer == os.environ.get("INTERRUPTED"):
             raise KeyboardInterrupt
         joules = {joules} * self.case.batch_size
-        return [
-            Measurement(self.case, "power", "step", "energy_joules", joules, "J", 0, {device}, "1")
-        ]
+        row = Measurement(
+            self.case, "power", "step", "energy_joules", joules, "J", 0, {device}, "1"
+        )
+        return Outcome(self.case, (row,))
 
 class Plain(Instrument):
     name = "power"
@@ -147,8 +148,8 @@ def test_an_impossible_number_is_refused_by_name_and_other_rows_are_kept(
     meter: Path, capsys: pytest.CaptureFixture[str], joules: str
 ) -> None:
     text = (meter / "meter.py").read_text()
-    wrong = f"        if self.case.trainer == 'dpsgd': joules = {joules}\n        return ["
-    (meter / "meter.py").write_text(text.replace("        return [", wrong))
+    wrong = f"        if self.case.trainer == 'dpsgd': joules = {joules}\n        row ="
+    (meter / "meter.py").write_text(text.replace("        row =", wrong))
     run = [*RUN, "--trainer=dpsgd", "--device=cpu", "--instrument=logical"]
     assert main([*run, "--save=first"]) == 1
     assert "power has recorded the value " in (said := capsys.readouterr().err)

@@ -12,12 +12,12 @@ from typing import ClassVar
 import pytest
 
 from dpbench import Case
-from dpbench.child.failures import CaseFailed
+from dpbench.core.errors import CaseFailed
 from dpbench.core.files import locked
 from dpbench.instruments.interface import Instrument
-from dpbench.launch.pending import PendingMeasurement
+from dpbench.launch.case_process import PendingMeasurement
 from dpbench.results.kernels import OperatorCount
-from dpbench.results.rows import Measurement
+from dpbench.results.outcome import Outcome
 from dpbench.runner import measure
 
 CASE = Case("standard", batch_size=4, seq_len=64, model_size="tiny")
@@ -37,18 +37,18 @@ class Writing(Instrument):
     def start(self, case: Case) -> PendingMeasurement:
         file = self.directory / case.file_name
         file.touch()
-        return Written(file)
+        return Written(case, file)
 
 
 class Written(PendingMeasurement):
     """A measurement that has ended and has no rows."""
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
+    def __init__(self, case: Case, file: Path) -> None:
+        self.case, self.file = case, file
 
-    def rows(self) -> list[Measurement]:
+    def outcome(self) -> Outcome:
         self.file.with_suffix(".measured").touch()
-        return []
+        return Outcome(self.case, ())
 
     def cancel(self) -> None:
         self.file.with_suffix(".ended").touch()
@@ -58,16 +58,17 @@ class Failing(Writing):
     """An instrument whose measurement fails after its first step."""
 
     def start(self, case: Case) -> PendingMeasurement:
-        return FailedScript(self.directory / case.id)
+        return FailedScript(case, self.directory / case.id)
 
 
 class FailedScript(Written):
     """A measurement of a script that takes a step and then fails."""
 
-    def rows(self) -> list[Measurement]:
-        self.operators = (OperatorCount("clip", "aten.clone", 1, 8, 8, 0),)
-        self.notes = ("operators were counted as they ran",)
-        raise CaseFailed("the script failed; 1 step was counted until then")
+    def outcome(self) -> Outcome:
+        operators = (OperatorCount("clip", "aten.clone", 1, 8, 8, 0),)
+        notes = ("operators were counted as they ran",)
+        outcome = Outcome(self.case, (), operators=operators, notes=notes)
+        return outcome.with_error(CaseFailed("the script failed; 1 step was counted until then"))
 
 
 def test_counts_before_a_failure_are_kept(tmp_path: Path) -> None:

@@ -13,13 +13,12 @@ from typing import Any, ClassVar
 
 import pytest
 
-from dpbench.child.failures import CaseFailed
 from dpbench.core.case import Case
-from dpbench.core.errors import ConfigurationError
+from dpbench.core.errors import CaseFailed, ConfigurationError
 from dpbench.core.settings import Settings
 from dpbench.core.subject import Asked
 from dpbench.instruments.interface import Instrument
-from dpbench.launch.pending import PendingMeasurement
+from dpbench.launch.case_process import PendingMeasurement
 from dpbench.results.gate import Judgement
 from dpbench.results.outcome import Outcome, document
 from dpbench.results.rows import STEP, Measurement
@@ -44,10 +43,11 @@ class Metered(PendingMeasurement):
     def __init__(self, case: Case) -> None:
         self.case = case
 
-    def rows(self) -> list[Measurement]:
+    def outcome(self) -> Outcome:
         if self.case == FAILS:
             raise CaseFailed("it failed")
-        return [Measurement(self.case, "meter", STEP, "step_time_seconds", 5.0, "s", 0, "cpu", "")]
+        row = Measurement(self.case, "meter", STEP, "step_time_seconds", 5.0, "s", 0, "cpu", "")
+        return Outcome(self.case, (row,))
 
 
 Begin = Callable[..., Session]

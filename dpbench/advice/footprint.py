@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from dpbench.child.failures import CaseRefused
 from dpbench.child.task import Task
 from dpbench.core.case import BASELINE_TRAINER, Case
-from dpbench.core.errors import ConfigurationError, DpbenchError
+from dpbench.core.errors import DpbenchError, error_named
 from dpbench.instruments.logical.case_count import counted, untouched_torch
 from dpbench.instruments.logical.logical import Logical
 from dpbench.launch.case_process import CaseProcess
 from dpbench.launch.processes import at_once, cores
+from dpbench.results.outcome import Outcome
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -113,11 +113,12 @@ class Counts(Logical):
     """An instrument that counts in one process all steps that a `Footprint` needs."""
 
     def start(self, case: Case) -> CaseProcess:
-        return CaseProcess(Task(case, self), log=None, timeout=self.timeout, read=lambda _: [])
+        return CaseProcess(Task(case, self), log=None, timeout=self.timeout)
 
-    def record_case(self, case: Case) -> dict[str, Any]:
+    def record_case(self, case: Case) -> Outcome:
         faulthandler.enable(2)
-        return {"counts": [vars(self.of_step(each)) for each in steps_of(case)]}
+        counts = [vars(self.of_step(each)) for each in steps_of(case)]
+        return Outcome(case, (), details={"counts": counts})
 
     def of_step(self, case: Case) -> Count:
         """Count a step of a case."""
@@ -173,12 +174,10 @@ def footprints(cases: Iterable[Case]) -> Generator[tuple[Case, Footprint | Dpben
 
 
 def _read(case: Case, process: CaseProcess) -> Footprint | DpbenchError:
-    try:
-        return Footprint(case, [Count(**each) for each in process.record()["counts"]])
-    except ConfigurationError as error:
-        return CaseRefused(f"{case.id}: {error}")
-    except DpbenchError as error:
-        return error
+    outcome = process.outcome()
+    if outcome.error:
+        return error_named(outcome.error)(outcome.message)
+    return Footprint(case, [Count(**each) for each in outcome.details["counts"]])
 
 
 def of_rank(case: Case) -> Case:

@@ -14,24 +14,22 @@ import traceback
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import import_module
 from itertools import cycle, pairwise, takewhile
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dpbench.child.build import about_sizes, build, labels_of, pick_device
 from dpbench.child.messages import MEASURING, WAITING, Steps, append_record
-from dpbench.child.rank_messages import all_gather
 from dpbench.child.recorder import Recorder
 from dpbench.core import gpu
 from dpbench.core.case import OUTSIDE, Case
-from dpbench.core.errors import ConfigurationError, OutOfMemory
+from dpbench.core.errors import CaseOutOfMemory, ConfigurationError
 from dpbench.core.registry import import_named
-from dpbench.training.base import TrainerBase
-from dpbench.training.parallel import rank_and_ranks
+from dpbench.results.outcome import Outcome
+from dpbench.training.parallel import all_gather, rank_and_ranks
 from dpbench.training.phases import observed_step
 from dpbench.workloads.base import examples_in
 
@@ -92,8 +90,8 @@ class PhaseTimes:
 
 def run_case(
     case: Case, recorder: Recorder, *, device: str = "auto", warmup: int = 3, active: int = 5
-) -> dict[str, Any]:
-    """Run one case in this process.
+) -> Outcome:
+    """Run one case in this process, and return the outcome of the observed steps.
 
     Args:
         case: the case to run.
@@ -104,26 +102,32 @@ def run_case(
         warmup: number of warm-up steps. If batch sizes are sampled, a warm-up step with each active
             batch is added.
         active: number of active steps, which follow the warm-up.
-
-    Returns:
-        A record of the run and of the recorder, as plain JSON types.
     """
+    steps = Steps(warmup, active)
     target = pick_device(device)
+    recorder.wanted = recorder.wanted or active
     recorder.prepare()
     with run_exclusively(case, target) as spent:
-        record = _active_steps(case, target, recorder, Steps(warmup, active), spent)
-    return {**record, "spent_seconds": spent.seconds()[0]}
+        labels, about = _active_steps(case, target, recorder, steps, spent)
+    outcome = recorder.outcome(case)  # may be slow, so the GPU is free again
+    notes = outcome.notes
+    if case.sampling != "fixed":
+        notes = (about_sizes(case, active), *notes)
+    about |= {**asdict(steps), "spent_seconds": spent.seconds()[0]}
+    return replace(outcome, labels=labels, notes=notes, details={**about, **outcome.details})
 
 
 def _active_steps(
     case: Case, device: torch.device, recorder: Recorder, steps: Steps, spent: PhaseTimes
-) -> dict[str, Any]:
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """Take all steps, and return the trainer's labels, and details of the trained model."""
     trainer, batches = build(case, device, steps.warmup + steps.active, sampled=steps.active)
     active = batches[steps.warmup :]
     sizes = [examples_in(batch) for batch in active]
     spent.switch("warmup")
     warmup = batches[: steps.warmup]
     if case.sampling != "fixed":
+        recorder.sizes = sizes
         warmup += active  # the first step with each batch size compiles and allocates
     for batch in warmup:
         with observed_step(recorder if recorder.hears_warmup else None):
@@ -142,14 +146,15 @@ def _active_steps(
             raise ConfigurationError(
                 "torch.compile compiled a function during a counted step: use more warm-up steps"
             )
-        record = describe(case, device, trainer, loss) | asdict(steps)
-        if case.sampling != "fixed":
-            record |= {"sizes": sizes, "about": [about_sizes(case, steps.active)]}
+        number = float(loss)
+        parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+        about = {"parameters": parameters, "loss": number if math.isfinite(number) else None}
+        labels = labels_of(trainer)
         spent.switch("after")
         for batch in takewhile(lambda _: _any_rank_wants_more(recorder), cycle(active)):
             with observed_step(None if recorder.finished else recorder):
                 trainer.train_step(batch)
-        return record | recorder.record(case)
+    return labels, about
 
 
 def _any_rank_wants_more(recorder: Recorder) -> bool:
@@ -230,7 +235,7 @@ def run_exclusively(case: Case, device: torch.device) -> Iterator[PhaseTimes]:
         except Exception as error:
             traceback.clear_frames(error.__traceback__)  # these frames hold the model's memory
             if isinstance(error, torch.OutOfMemoryError):
-                raise OutOfMemory(str(error).partition(" If reserved")[0]) from None
+                raise CaseOutOfMemory(str(error).partition(" If reserved")[0]) from None
             raise
         finally:
             spent.switch("freeing")
@@ -264,20 +269,3 @@ def with_gpus_locked(device: torch.device, purpose: str, number: int = 1) -> Ite
     with gpu.lock_gpus(cards, purpose, lambda card, by: say(f"{card.uuid}, held by {by}")):
         append_record({MEASURING: purpose})
         yield
-
-
-def describe(
-    case: Case, device: torch.device, trainer: TrainerBase, loss: Tensor
-) -> dict[str, Any]:
-    """Return a record of the case, the trainer and the device, as plain JSON types."""
-    record: dict[str, Any] = {
-        "case": asdict(case),
-        "device": "cpu",
-        "torch": torch.__version__,
-        "labels": labels_of(trainer),
-        "parameters": sum(p.numel() for p in trainer.model.parameters()),
-        "loss": value if math.isfinite(value := float(loss)) else None,
-    }
-    if device.type == "cuda":
-        record["device"] = torch.cuda.get_device_name(device)
-    return record

@@ -12,9 +12,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 from dpbench.core.case import OUTSIDE
@@ -67,9 +65,6 @@ class Calls:
     def update(self, optimizer: Any) -> None:
         """Handle the beginning of an optimizer's step."""
 
-    def updated(self, optimizer: Any) -> None:
-        """Handle the end of an optimizer's step."""
-
     def private_step(self, optimizer: Any, step: Callable[[], Any]) -> None:
         """Handle the beginning of a step of Opacus's optimizer, which ``step`` takes once more."""
 
@@ -90,7 +85,7 @@ class Recorder(PhaseListener):
         quick: whether making rows is fast enough to do so after each step.
         hears_warmup: whether the recorder also observes a case's warm-up steps.
         calls: receives the calls that the training loop makes.
-        more: further entries of a script's record.
+        sizes: the sizes of a case's batches if they differ; set before the last step.
         wait: whether `rows` waits for the GPU. If not, `rows` uses only steps that the GPU has
             finished.
         operators: the operators of the last step, if the recorder counts operators.
@@ -105,7 +100,7 @@ class Recorder(PhaseListener):
     hears_warmup: ClassVar[bool] = False
 
     calls = Calls()
-    more: Mapping[str, Any] = MappingProxyType({})
+    sizes: Sequence[int] = ()
 
     wait = True
     operators: Sequence[OperatorCount] = ()
@@ -156,6 +151,10 @@ class Recorder(PhaseListener):
     def rows(self, case: Subject) -> list[Measurement]:
         """Return the rows of the completed steps. Call this only after a step was observed."""
 
+    def details(self) -> Mapping[str, Any]:
+        """Return what the parent process needs besides the rows, as plain JSON types."""
+        return {}
+
     def outcome(self, case: Subject) -> Outcome:
         """Return the outcome of the observed steps."""
         rows = tuple(self.rows(case)) if self.observed else ()
@@ -165,12 +164,15 @@ class Recorder(PhaseListener):
             for phase, times in sorted(present.items())
             if times < self.observed
         ]
-        outcome = Outcome(case, rows, operators=tuple(self.operators), notes=(*self.notes, *some))
-        return replace(outcome, memory_lines=tuple(self.memory_lines))
-
-    def record(self, case: Subject) -> dict[str, Any]:
-        """Return the recorder's part of a case's record, as plain JSON types."""
-        return {"outcome": self.outcome(case).as_json()}
+        more = self.details() if self.observed else {}
+        return Outcome(
+            case,
+            rows,
+            operators=tuple(self.operators),
+            memory_lines=tuple(self.memory_lines),
+            notes=(*self.notes, *some),
+            details={**device_and_torch(), "observed": self.observed, **more},
+        )
 
     def close(self) -> None:
         """Release the recorder's resources in this process, such as dispatch modes and counters."""
@@ -185,7 +187,7 @@ def whole_steps(seconds: float) -> int:
 
     All ranks use the duration in rank 0.
     """
-    from dpbench.child.rank_messages import all_gather  # this module imports torch
+    from dpbench.training.parallel import all_gather  # this module imports torch
 
     return int(all_gather(str(WHOLE_STEPS if seconds < SHORT_SECONDS else 1))[0])
 
@@ -197,10 +199,9 @@ def on_cuda() -> bool:
 
 
 def device_and_torch() -> dict[str, str]:
-    """Return the device and the PyTorch version of this process, as in a case's record."""
-    import torch
-
+    """Return the device and the PyTorch version of this process. PyTorch need not be loaded."""
+    torch = sys.modules.get("torch")
     return {
-        "device": torch.cuda.get_device_name() if on_cuda() else "cpu",
-        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if torch and on_cuda() else "cpu",
+        "torch": str(getattr(torch, "__version__", "not loaded")),
     }

@@ -15,20 +15,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from dpbench.child.hang_report import STACK
 from dpbench.child.imported import imported_files
-from dpbench.child.messages import POLL_SECONDS, RECORDS, WAITING, append_record
-from dpbench.child.other_threads import watch_threads_and_forks
-from dpbench.child.patches import watch
+from dpbench.child.messages import POLL_SECONDS, RECORDS, STACK, WAITING, append_record
+from dpbench.child.patches import watch, watch_threads_and_forks
 from dpbench.child.program import exit_process, print_error, run_program
 from dpbench.child.recorder import Recorder
-from dpbench.child.script_faults import failure_message
 from dpbench.child.script_ranks import Rank
-from dpbench.child.step_finder import StepFinder, Stop
+from dpbench.child.step_finder import MOST_TURNS, StepFinder, Stop
 from dpbench.child.task import Program, Task
 from dpbench.core import gpu
 from dpbench.core.case import OUTSIDE
-from dpbench.core.errors import DpbenchError
+from dpbench.core.errors import CaseFailed, DpbenchError
 from dpbench.core.files import write_text
 from dpbench.core.subject import Subject
 from dpbench.results.outcome import Outcome
@@ -113,24 +110,57 @@ def _write_down(
     *,
     under_way: bool = False,
 ) -> None:
-    """Append a record with the rows and any error, for the parent process."""
+    """Append the outcome with the rows and any error, for the parent process."""
     if not under_way:
         finder.close()
     recorder.wait = not under_way
-    torch = str(getattr(sys.modules.get("torch"), "__version__", "not loaded"))
     try:
         outcome = recorder.outcome(case)
-        outcome = replace(
-            outcome,
-            notes=(*outcome.notes, *_notes(finder, recorder, {row.phase for row in outcome.rows})),
-            message=failure_message(finder, recorder, raised, code),
-        )
+        phases = {row.phase for row in outcome.rows}
+        notes = (*outcome.notes, *_notes(finder, recorder, phases))
+        outcome = replace(outcome, notes=notes)
+        if why := _failure_message(finder, recorder, raised, code):
+            outcome = outcome.with_error(CaseFailed(f"{case.id}: {why}"))
     except DpbenchError as error:
-        outcome = Outcome(case, (), message=str(error), notes=tuple(finder.notes))
-    # The parent needs `observed`, because ncu's report may contain a step that did not end.
-    more = {"torch": torch, "observed": recorder.observed, "under_way": under_way, **recorder.more}
-    more |= {} if under_way else {"imported": imported_files()}
-    append_record({**outcome.as_json(), **more}, path)
+        why = str(error).removeprefix(f"{case.id}: ")
+        failed = Outcome.failed(case, CaseFailed(f"{case.id}: {why}"))
+        outcome = replace(failed, notes=tuple(finder.notes))
+    if under_way:
+        outcome = replace(outcome, details={**outcome.details, "under_way": True})
+    else:
+        outcome = replace(outcome, imported=imported_files())
+    append_record(outcome.as_json(), path)
+
+
+def _failure_message(
+    finder: StepFinder, recorder: Recorder, raised: str, code: int | str | None
+) -> str:
+    """Return why the script failed, or why no step was observed; an empty string otherwise."""
+    kept = f"; {recorder.observed} steps were counted until then" if recorder.observed else ""
+    if raised:
+        return f"the script failed with {raised}{kept}"
+    if finder.failure is not None:
+        return f"the script's steps could not be recorded: {finder.failure}{kept}"
+    if code:
+        kept = kept or ", before any step was counted"
+        return f"the script ended by itself with exit status {code!r}{kept}"
+    if recorder.observed:
+        return ""
+    if finder.turns.turns_taken and not finder.steps:
+        return (
+            f"the script ended before each of its optimizers had stepped once (they took turns "
+            f"{finder.turns.turns_taken} times): let it run for more than {MOST_TURNS} turns"
+        )
+    if finder.steps:
+        enough = max(0, finder.steps - (recorder.wanted or 0))
+        return (
+            f"the script ended after {finder.steps} steps, and the first {finder.skip} do not "
+            f"count: let it take more steps, or use --skip {enough}"
+        )
+    return (
+        "the script took no step that can be found: no torch.optim optimizer stepped after a "
+        "backward in the main thread of the script's process, outside torch.compile"
+    )
 
 
 def _notes(finder: StepFinder, recorder: Recorder, phases: Collection[str]) -> Iterator[str]:

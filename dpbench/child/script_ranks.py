@@ -14,10 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dpbench.child.failures import CaseFailed, CaseTimedOut, ScriptInterrupted
-from dpbench.child.hang_report import WAITED
-from dpbench.child.messages import LOST, POLL_SECONDS
-from dpbench.core.errors import ConfigurationError
+from dpbench.child.messages import LOST, POLL_SECONDS, WAITED
+from dpbench.core.errors import CaseFailed, CaseTimedOut, ConfigurationError, ScriptInterrupted
 from dpbench.core.files import write_text
 from dpbench.results.outcome import Outcome
 

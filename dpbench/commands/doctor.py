@@ -35,10 +35,9 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from dpbench.child.failures import InstrumentError
 from dpbench.child.messages import Steps
 from dpbench.core.case import Case
-from dpbench.core.errors import DpbenchError
+from dpbench.core.errors import DpbenchError, InstrumentError
 from dpbench.core.files import check_writable
 from dpbench.core.gpu import chip_here, visible_gpus, why_no_gpu
 from dpbench.core.metrics import METRICS
@@ -117,6 +116,8 @@ class Diagnosis:
         kind = "" if isinstance(error, DpbenchError) else f"{type(error).__name__}: "
         return cls(check, FAILED, f"{kind}{error}")
 
+
+# --- calibration by known work ---------------------------------------------------------------
 
 TRAINER = "dpbench.commands.known_work:KnownWork"
 
@@ -358,6 +359,11 @@ def ncu(settings: Settings) -> Iterator[Diagnosis]:
         yield Diagnosis("ncu", OK, detail)
 
 
+def _not_checked(lacking: str, *checks: str) -> list[Diagnosis]:
+    reason = f"not checked: this machine has no {lacking}"
+    return [Diagnosis(check, WARNING, reason) for check in checks]
+
+
 def counters(settings: Settings) -> Iterator[Diagnosis]:
     """Check that ncu can read counters, and that the counters count known work correctly."""
     try:
@@ -365,8 +371,8 @@ def counters(settings: Settings) -> Iterator[Diagnosis]:
     except NcuNotFound:
         path = ""
     if not path or not visible_gpus():
-        reason = f"not checked: this machine has no {'ncu' if visible_gpus() else 'GPU'}"
-        yield from (Diagnosis(c, WARNING, reason) for c in ("counters", "ncu calibration"))
+        lacking = "ncu" if visible_gpus() else "GPU"
+        yield from _not_checked(lacking, "counters", "ncu calibration")
         return
     case, chip = work_that_fits(), chip_here()
     metrics, folder = on_chip(chip), settings.ncu_dir / "doctor"
@@ -375,7 +381,7 @@ def counters(settings: Settings) -> Iterator[Diagnosis]:
         folder, steps=STEPS, timeout=settings.timeout, path=path, metrics=counted_metrics
     )
     instrument.check()
-    rows = instrument.measure(case)
+    rows = instrument.measure(case).rows
     without = ", ".join(m.name for m in METRICS.counted("ncu") if m.name not in metrics)
     which = f"; {chip or 'this GPU'} has no {without}" if without else ""
     yield Diagnosis("counters", OK, f"readable: {', '.join(metrics)}{which}")
@@ -388,13 +394,12 @@ def counters(settings: Settings) -> Iterator[Diagnosis]:
 def cupti(settings: Settings) -> Iterator[Diagnosis]:
     """Check that CUPTI counts known bytes correctly, and almost none while the GPU is idle."""
     if not visible_gpus():
-        reason = "not checked: this machine has no GPU"
-        yield from (Diagnosis(c, WARNING, reason) for c in ("cupti", "cupti calibration"))
+        yield from _not_checked("GPU", "cupti", "cupti calibration")
         return
     case = work_that_fits()
     instrument = Cupti(settings.ncu_dir / "doctor", steps=STEPS, timeout=settings.timeout)
     instrument.check()
-    record = instrument.start(case).record()
+    record = instrument.measure(case).details
     chip, passes = record["chip"], record["passes"]
     names = dict.fromkeys(name for names in record["counters"].values() for name in names)
     yield Diagnosis(
@@ -423,14 +428,14 @@ def links(settings: Settings) -> Iterator[Diagnosis]:
         return
     case = Case(MESSAGE, 2 * MESSAGE_EXAMPLES, 1, "tiny", parallel="ddp", gpus=2)
     instrument = Cupti(settings.ncu_dir / "doctor", steps=STEPS, timeout=settings.timeout)
-    record = instrument.start(case).record()
-    sender, receiver = (rank["counted"][0] for rank in record["ranks"])
+    outcome = instrument.measure(case)
+    sender, receiver = (rank["counted"][0] for rank in outcome.details["ranks"])
     # NCCL may send part of the message before the receiver enters the phase, so all phases count.
     received = Counter[str]()
     for values in receiver.values():
         received.update(values)
     finding = judge_message(sender.get(MESSAGE_PHASE, {}), received)
-    why = "".join(f"; {note}" for note in record["notes"])
+    why = "".join(f"; {note}" for note in outcome.notes)
     yield replace(finding, detail=f"{finding.detail}{why}")
 
 

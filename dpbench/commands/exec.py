@@ -44,7 +44,6 @@ from contextlib import closing
 from dataclasses import replace
 from itertools import chain
 
-from dpbench.child.failures import InstrumentError, ScriptInterrupted
 from dpbench.child.script_ranks import Rank
 from dpbench.commands.list import saved_run
 from dpbench.commands.run import show
@@ -52,7 +51,7 @@ from dpbench.commands.step import write_report
 from dpbench.commands.verify import ScriptChecks, as_text
 from dpbench.core import gpu
 from dpbench.core.case import BASELINE_TRAINER
-from dpbench.core.errors import ConfigurationError
+from dpbench.core.errors import ConfigurationError, ScriptInterrupted
 from dpbench.core.grid import Grid
 from dpbench.core.settings import Settings, declare
 from dpbench.core.subject import Script
@@ -221,17 +220,19 @@ def _verify(options: argparse.Namespace, settings: Settings) -> int:
     case, [script] = _script_runs(options, settings, [ScriptChecks()])
     pending = script.start(case)
     try:
-        pending.rows()
-    except InstrumentError as error:
-        print(f"dpbench exec: {error}{_misplaced(script, str(error))}", file=sys.stderr)
-        if isinstance(error, ScriptInterrupted):
-            raise KeyboardInterrupt from None
-        return 1
+        outcome = pending.outcome()
     finally:
         pending.cancel()
-        if checks := [Check(**check) for check in pending.record.get("checks", ())]:
-            print(as_text(case, checks))
-    return 0 if checks and all(check.verdict in (OK, NOTE) for check in checks) else 1
+    checks = [Check(**check) for check in outcome.details.get("checks", ())]
+    if outcome.error:
+        hint = _misplaced(script, outcome.message)
+        print(f"dpbench exec: {outcome.message}{hint}", file=sys.stderr)
+    if checks:
+        print(as_text(case, checks))
+    if outcome.error == ScriptInterrupted.__name__:
+        raise KeyboardInterrupt
+    passed = checks and not outcome.error
+    return 0 if passed and all(check.verdict in (OK, NOTE) for check in checks) else 1
 
 
 def _misplaced(script: ScriptRun, said: str) -> str:

@@ -25,19 +25,19 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from dpbench.child.failures import CaseOutOfMemory, CaseRefused
 from dpbench.child.imported import listen
-from dpbench.child.messages import report_result
+from dpbench.child.messages import report
 from dpbench.child.task import Task
 from dpbench.commands.case_arguments import add_case, chosen_case
 from dpbench.core import gpu
 from dpbench.core.case import Case
-from dpbench.core.errors import ConfigurationError, DpbenchError, OutOfMemory, own_line
+from dpbench.core.errors import (
+    ConfigurationError,
+    as_instrument_error,
+)
 from dpbench.core.settings import Settings, declare, own_values
 from dpbench.instruments import choose, declare_built_in
-from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.timing import Timing
 from dpbench.instruments.torch_profiler.profile_folder import (
     OPERATORS,
@@ -46,7 +46,6 @@ from dpbench.instruments.torch_profiler.profile_folder import (
     rank_folder,
 )
 from dpbench.instruments.torch_profiler.profiler import TorchProfiler
-from dpbench.launch.case_process import name_of
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement
 from dpbench.runner import check_ranks
@@ -68,46 +67,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-ERRORS_FOR_PARENT: dict[type[Exception], type[Exception]] = {
-    ConfigurationError: CaseRefused,
-    OutOfMemory: CaseOutOfMemory,
-}
-"""Errors that the parent process raises, keyed by the corresponding error in this process."""
-
-
 def run(options: argparse.Namespace) -> int:
-    """Take the steps, and report their record or the error."""
+    """Take the steps, and report their outcome."""
     task = Task.read(options.task) if options.task else _task(options)
-    if options.task:  # another process reads the record, and this process ends with the case
+    if options.task:  # another process reads the outcome, and this process ends with the case
         listen()
     case, instrument = task.case, task.instrument
     assert isinstance(case, Case)
     try:
         check_ranks(case, [instrument])
-        if case.gpus > 1 and not isinstance(
-            instrument, Logical
-        ):  # logical counts one rank in this process
+        if case.gpus > 1 and instrument.hardware:  # without hardware, one rank is counted here
             from dpbench.launch.ranks import on_all_ranks  # imports torch
 
-            record = on_all_ranks(
-                instrument.record_case, case, getattr(instrument, "device", options.device)
-            )
+            device = getattr(instrument, "device", options.device)
+            outcomes = on_all_ranks(instrument.record_case, case, device)
+            outcome = Outcome.of_ranks(outcomes) if len(outcomes) > 1 else outcomes[0]
         else:
-            record = instrument.record_case(case)
+            outcome = instrument.record_case(case)
         if isinstance(instrument, TorchProfiler):
-            _report(case, record, own_folder(instrument.directory / case.file_name))
-    except Exception as error:  # the parent reads the error from the record
-        message = str(error)
-        if not isinstance(error, DpbenchError):
-            first_line = message.partition("\n")[0]  # PyTorch appends its C++ stack
-            message = f"{type(error).__name__}: {first_line}{own_line(error.__traceback__)}"
-        message = message.removeprefix(f"{case.id}: ")  # the parent adds the case's id
-        kind = next(
-            (to for own, to in ERRORS_FOR_PARENT.items() if isinstance(error, own)), type(error)
-        )
-        report_result(error={"kind": name_of(kind), "message": message})
+            _report(outcome, own_folder(instrument.directory / case.file_name))
+    except Exception as error:  # the parent reads the error from the outcome
+        failed = Outcome.failed(case, as_instrument_error(error))
+        # The parent adds the case's id.
+        report(replace(failed, message=failed.message.removeprefix(f"{case.id}: ")))
         raise
-    report_result(**record)
+    report(outcome)
     return 0
 
 
@@ -133,17 +117,12 @@ def _task(options: argparse.Namespace) -> Task:
     return Task(case, instrument)
 
 
-def _report(case: Case, record: Mapping[str, Any], directory: Path) -> None:
+def _report(outcome: Outcome, directory: Path) -> None:
     """Write the report of a profiled case, unless the user started this process as a rank."""
-    ranks = record.get("ranks", [record])
-    if len(ranks) == case.gpus:
-        rows = [
-            replace(row, rank=rank)
-            for rank, rank_record in enumerate(ranks)
-            for row in Outcome.from_json(rank_record["outcome"]).rows
-        ]
-        first = rank_folder(directory, 0) if len(ranks) > 1 else directory
-        write_report(directory, rows, record["schedule"], first)
+    ranks = len(outcome.details.get("ranks", [outcome]))
+    if ranks == outcome.case.gpus:
+        first = rank_folder(directory, 0) if ranks > 1 else directory
+        write_report(directory, outcome.rows, outcome.details["schedule"], first)
 
 
 def write_report(

@@ -46,8 +46,8 @@ from dpbench.core.errors import ConfigurationError, DpbenchError, own_line
 from dpbench.core.registry import locate
 from dpbench.core.subject import Subject
 from dpbench.instruments.interface import Instrument
+from dpbench.launch.case_process import PendingMeasurement
 from dpbench.launch.fork_server import postpone
-from dpbench.launch.pending import PendingMeasurement
 from dpbench.show.layout import Table
 from dpbench.verify.check_result import NOTE, Check
 from dpbench.verify.recorder import CheckingRecorder

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
+from typing import ClassVar
 
 LISTED = 25
 """A message about an unknown name lists all known names if there are at most this many."""
@@ -29,8 +30,72 @@ class ConfigurationError(DpbenchError):
     exit_code = 2
 
 
-class OutOfMemory(DpbenchError):
-    """The case needs more memory than is free on the GPU."""
+class InstrumentError(DpbenchError):
+    """A failed measurement. Its class name and message are in the outcome of the measurement.
+
+    Attributes:
+        remedy: what the user can do about the failure; empty if unknown.
+        log: the case's log file; None if the case has no log.
+    """
+
+    remedy: ClassVar[str] = ""
+
+    def __init__(self, message: str, *, log: Path | None = None) -> None:
+        # A message from another process ends with the remedy.
+        super().__init__(message.removesuffix(f"; {self.remedy}"))  # what pickle passes again
+        self.log = log
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}{self.remedy and f'; {self.remedy}'}"
+
+
+class CaseOutOfMemory(InstrumentError):
+    """A case that needs more memory than the GPU has."""
+
+    remedy = "use a smaller batch size, sequence length or model size"
+
+
+class CaseTimedOut(InstrumentError):
+    """A case that ran longer than its time-out. All its processes were ended."""
+
+    remedy = "raise the time-out, or read in the log where the case hung"
+
+
+class GpuBusy(InstrumentError):
+    """A case whose GPU was locked by another process for longer than the case's time-out."""
+
+    remedy = "end that process, or raise the time-out"
+
+
+class CaseFailed(InstrumentError):
+    """A case or script that failed in the measured process. The log, if any, gives details."""
+
+
+class ScriptInterrupted(CaseFailed):
+    """A script that the user interrupted with Ctrl-C."""
+
+
+class CaseRefused(InstrumentError, ConfigurationError):
+    """A case that was refused, for example because of an unknown name or incompatible options."""
+
+
+def as_instrument_error(error: Exception) -> InstrumentError:
+    """Return the `InstrumentError` by which a measured process reports an error to its parent."""
+    if isinstance(error, InstrumentError):
+        return error
+    if isinstance(error, DpbenchError):
+        kind = CaseRefused if isinstance(error, ConfigurationError) else CaseFailed
+        return kind(str(error))
+    first_line = str(error).partition("\n")[0]  # PyTorch appends its C++ stack
+    return CaseFailed(f"{type(error).__name__}: {first_line}{own_line(error.__traceback__)}")
+
+
+def error_named(name: str) -> type[InstrumentError]:
+    """Return the class of `InstrumentError` with a name, or `CaseFailed` if none is known."""
+    kinds: list[type[InstrumentError]] = [InstrumentError]
+    for kind in kinds:  # the list grows meanwhile
+        kinds += kind.__subclasses__()
+    return next((kind for kind in kinds if kind.__name__ == name), CaseFailed)
 
 
 def unknown(kind: str, name: object, known: Iterable[str], hint: str = "") -> ConfigurationError:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
+
+import msgspec
 
 from dpbench.core.case import AXES, USUAL, Case, file_name_of, positive
 from dpbench.core.names import file_name_part
@@ -15,13 +16,13 @@ SCRIPT = "script"
 """The value of ``workload`` in the rows of a `Script`."""
 
 
-@dataclass(frozen=True)
-class Script:
+class Script(msgspec.Struct, frozen=True, array_like=True):
     """A user's script, or a user's function that takes a step.
 
     In rows of a run, the workload of a script is `SCRIPT`, and the trainer is the script's name.
     The batch size is 0 if the user has not set it. Other columns that describe a case are empty,
-    because dpbench does not know how the script trains.
+    because dpbench does not know how the script trains. In JSON, a script is an array and a case is
+    an object, so msgspec tells them apart.
     """
 
     name: str
@@ -29,7 +30,8 @@ class Script:
 
     def __post_init__(self) -> None:
         if self.batch_size:
-            object.__setattr__(self, "batch_size", positive("batch size", self.batch_size))
+            size = positive("batch size", self.batch_size)
+            msgspec.structs.force_setattr(self, "batch_size", size)
 
     @property
     def trainer(self) -> str:

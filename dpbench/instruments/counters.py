@@ -12,9 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dpbench.child.failures import InstrumentError
 from dpbench.child.messages import Steps
-from dpbench.core.errors import ConfigurationError, unknown
+from dpbench.core.errors import ConfigurationError, InstrumentError, unknown
 from dpbench.core.metrics import METRICS, Counters, Metric
 from dpbench.core.settings import listed, option
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from pathlib import Path
+from typing import ClassVar, Self
 
-from dpbench.child.failures import InstrumentError
+from dpbench.child.recorder import Recorder
 from dpbench.core.case import Case
-from dpbench.core.errors import ConfigurationError
+from dpbench.core.errors import ConfigurationError, error_named
 from dpbench.core.settings import Settings
 from dpbench.core.subject import Subject
-from dpbench.launch.pending import PendingMeasurement
-from dpbench.results.rows import Measurement
-
-if TYPE_CHECKING:
-    from dpbench.child.recorder import Recorder
+from dpbench.launch.case_process import PendingMeasurement
+from dpbench.results.outcome import Outcome
 
 
 class Instrument(ABC):
@@ -52,8 +50,68 @@ class Instrument(ABC):
     def check(self) -> None:  # noqa: B027
         """Raise an error with a remedy if the instrument cannot work on this machine.
 
-        A session calls this method before it runs any case.
+        A session calls this method before it runs any case or script.
         """
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        """Versions of the tools, other than torch, on which the measured numbers depend.
+
+        A saved run contains these versions.
+        """
+        return {}
+
+    @abstractmethod
+    def start(self, case: Case) -> PendingMeasurement:
+        """Begin to measure a case, and return without waiting for the outcome.
+
+        A new process first imports packages, which takes about 5 s. Meanwhile another measurement
+        can use the GPU.
+        """
+
+    # --- in the process that trains --------------------------------------------------------------
+
+    def recorder(self, case: Subject, steps: int | None = None) -> Recorder:
+        """Return a recorder for the process that trains.
+
+        Args:
+            case: the case, or the `Script` that stands for a script or a function.
+            steps: the number of steps to record. If None, the recorder chooses the number, or
+                records all steps.
+        """
+        raise NotImplementedError
+
+    def record_case(self, case: Case) -> Outcome:
+        """Train a case in this process, and return the outcome."""
+        raise NotImplementedError
+
+    # --- a process that runs under a profiler ----------------------------------------------------
+
+    def profiler_command(self, case: Subject) -> list[str]:
+        """Return the command line of the profiler that runs the case, or [] without a profiler.
+
+        A report of an earlier run is removed.
+        """
+        return []
+
+    def read_report(self, outcome: Outcome) -> Outcome:
+        """Return the outcome of a process that has ended, with the numbers of the report.
+
+        If the process failed, the outcome has an error, and the profiler may know another one.
+        """
+        return outcome
+
+    # --- not overridden --------------------------------------------------------------------------
+
+    @classmethod
+    def measures(cls, subject: str) -> bool:
+        """Return True if the instrument can measure the subject.
+
+        Args:
+            subject: ``case``, ``script`` or ``step``.
+        """
+        recorded = cls.recorder is not Instrument.recorder
+        return subject in cls.subjects and (recorded or subject == "case")
 
     def check_ranks(self, why: str) -> None:
         """Raise an error if the instrument cannot measure several ranks.
@@ -66,77 +124,17 @@ class Instrument(ABC):
                 f"or torch_profiler"
             )
 
-    @property
-    def versions(self) -> Mapping[str, str]:
-        """Versions of the tools, other than torch, on which the measured numbers depend.
-
-        A saved run contains these versions.
-        """
-        return {}
-
-    @abstractmethod
-    def start(self, case: Case) -> PendingMeasurement:
-        """Begin to measure a case, and return without waiting for the result.
-
-        A new process first imports packages, which takes about 5 s. Meanwhile another measurement
-        can use the GPU.
-        """
-
-    def recorder(self, case: Subject, steps: int | None = None) -> Recorder:
-        """Return a recorder for the process that trains.
-
-        Args:
-            case: the case, or the `Script` that stands for a script or a function.
-            steps: the number of steps to record. If None, the recorder chooses the number, or
-                records all steps.
-        """
-        raise NotImplementedError
-
-    def record_case(self, case: Case) -> dict[str, Any]:
-        """Train a case in this process, and return a record of plain JSON types."""
-        raise NotImplementedError
-
-    @classmethod
-    def measures(cls, subject: str) -> bool:
-        """Return True if the instrument can measure the subject.
-
-        Args:
-            subject: ``case``, ``script`` or ``step``.
-        """
-        recorded = cls.recorder is not Instrument.recorder
-        return subject in cls.subjects and (recorded or subject == "case")
-
-    # --- a script that runs under a profiler -----------------------------------------------------
-
-    def check_script(self) -> None:
-        """Raise an error if the instrument cannot measure a script on this machine.
-
-        A session calls this method before it runs the script.
-        """
-        self.check()
-
-    def before_script(self, case: Subject) -> list[str]:
-        """Return the command line of the profiler that runs the script, or [] without one."""
-        return []
-
-    def script_rows(self, case: Subject, record: Mapping[str, Any]) -> list[Measurement]:
-        """Return the rows of the profiler's report.
-
-        ``record`` is the record that the script's process wrote.
-        """
-        return []
-
-    def profiler_error(self, case: Subject) -> InstrumentError | None:
-        """Return the error that the profiler reported about the script, or None."""
-        return None
-
-    def measure(self, case: Case) -> list[Measurement]:
-        """Measure a case, or raise an `InstrumentError`."""
+    def measure(self, case: Case) -> Outcome:
+        """Return the outcome of a case, or raise its error as an `InstrumentError`."""
         running = self.start(case)
         try:
-            return running.rows()
+            outcome = running.outcome()
         finally:
             running.cancel()
+        if outcome.error:
+            log = Path(outcome.log) if outcome.log else None
+            raise error_named(outcome.error)(outcome.message, log=log)
+        return outcome
 
 
 @dataclass(frozen=True, eq=False)

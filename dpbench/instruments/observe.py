@@ -6,22 +6,19 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 
-from dpbench.child.failures import CaseFailed
 from dpbench.child.imported import imported_files
 from dpbench.child.messages import Steps
-from dpbench.child.other_threads import watch_threads_and_forks
-from dpbench.child.patches import watch
+from dpbench.child.patches import watch, watch_threads_and_forks
 from dpbench.child.recorder import Recorder, on_cuda
 from dpbench.child.step_finder import StepFinder
-from dpbench.core.errors import ConfigurationError, own_line
+from dpbench.core.errors import CaseFailed, ConfigurationError, own_line
 from dpbench.core.settings import Settings
 from dpbench.core.subject import Script, Subject
 from dpbench.instruments import choose
 from dpbench.instruments.interface import Instrument, InstrumentWrapper
-from dpbench.launch.pending import PendingMeasurement
+from dpbench.launch.case_process import PendingMeasurement
 from dpbench.results.outcome import Outcome
 from dpbench.results.report import CaseReport
-from dpbench.results.rows import Measurement
 
 
 class Observation:
@@ -130,12 +127,12 @@ class FunctionInstrument(InstrumentWrapper):
 
 @dataclass(eq=False)
 class PendingFunction(PendingMeasurement):
-    """A measurement of a function. `rows` calls the function."""
+    """A measurement of a function. `outcome` calls the function."""
 
     instrument: FunctionInstrument
     case: Subject
 
-    def rows(self) -> list[Measurement]:
+    def outcome(self) -> Outcome:
         import torch
 
         from dpbench.child.case import with_gpus_locked
@@ -147,16 +144,11 @@ class PendingFunction(PendingMeasurement):
             while not seen.recorder.finished:
                 with seen.step():
                     self._take()
-        outcome = seen.outcome
-        self.operators, self.notes = outcome.operators, outcome.notes
-        self.memory_lines = outcome.memory_lines
-        self.imported = imported_files()
+        outcome = replace(seen.outcome, imported=imported_files())
         if not any(row.value for row in outcome.rows):
-            raise CaseFailed(
-                f"{self.case.id}: the function did no work that could be counted: each call must "
-                f"run one training step"
-            )
-        return list(outcome.rows)
+            nothing = f"{self.case.id}: the function did no work that could be counted: each call "
+            return outcome.with_error(CaseFailed(f"{nothing}must run one training step"))
+        return outcome
 
     def _take(self) -> None:
         try:

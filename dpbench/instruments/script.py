@@ -14,23 +14,24 @@ import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from dpbench.child.failures import CaseFailed, CaseTimedOut, InstrumentError, ScriptInterrupted
-from dpbench.child.hang_report import STACK, where_stuck
-from dpbench.child.messages import RECORDS, read_records, result_of
+from dpbench.child.messages import RECORDS, STACK, reported, where_stuck
 from dpbench.child.script_ranks import Rank
 from dpbench.child.task import Program, Task
 from dpbench.core import gpu
-from dpbench.core.errors import ConfigurationError
+from dpbench.core.errors import (
+    CaseFailed,
+    CaseTimedOut,
+    ConfigurationError,
+    InstrumentError,
+    ScriptInterrupted,
+)
 from dpbench.core.files import check_is_file
 from dpbench.core.subject import Subject
 from dpbench.instruments.interface import InstrumentWrapper
-from dpbench.launch.case_process import describe_exit
-from dpbench.launch.pending import PendingMeasurement
+from dpbench.launch.case_process import PendingMeasurement, describe_exit
 from dpbench.launch.processes import GRACE_SECONDS, Guard
 from dpbench.results.outcome import Outcome
-from dpbench.results.rows import Measurement
 
 START = """
 import sys
@@ -57,7 +58,7 @@ class ScriptRun(Program, InstrumentWrapper):
         """Raise an error if the script, an option or the instrument cannot be used."""
         if Rank.here():
             self.instrument.check_ranks("this is one of several ranks")
-        self.instrument.check_script()
+        self.instrument.check()
         if self.skip < 0 or self.steps < 1:
             raise ConfigurationError(
                 f"--skip must be at least 0 and --steps at least 1, but --skip is {self.skip} and "
@@ -83,42 +84,30 @@ class PendingScript(PendingMeasurement):
         Task(case, script.instrument, script).write(task)
         self._guard = Guard()
         command = [sys.executable, "-c", START, str(task), self._guard.path, *script.program]
-        command = [*script.instrument.before_script(case), *command]
+        command = [*script.instrument.profiler_command(case), *command]
         told = {**gpu.child_environment(), RECORDS: str(self._records)}
         self._process = subprocess.Popen(command, env={**os.environ, **told})
 
-    def rows(self) -> list[Measurement]:
+    def outcome(self) -> Outcome:
         code, interrupted = self._wait()
-        instrument = self.script.instrument
-        record: dict[str, Any] = result_of(read_records(self._records))
-        if not (record or interrupted) and (said := instrument.profiler_error(self.case)):
-            raise said
-        self.record = record = record or {"observed": 0, "under_way": True}
+        outcome, why = reported(self._records), ""
+        outcome = outcome or Outcome(self.case, (), details={"under_way": True})
+        steps = outcome.details.get("observed") or "no"
+        kind: type[InstrumentError] = CaseFailed
         left = self._records.with_name(STACK)
         if stack := left.read_text() if left.exists() else "":
             print(stack, file=sys.stderr)
-            record["message"] = (
-                f"did not finish within {self.script.timeout:g} s: {where_stuck(stack)[1]}"
-            )
-        elif record.get("under_way"):
+            kind, limit = CaseTimedOut, f"{self.script.timeout:g} s"
+            why = f"did not finish within {limit}: {where_stuck(stack)[1]}"
+        elif outcome.details.get("under_way"):
             how = describe_exit(code) if code else "ended early with exit status 0"
-            n = record["observed"]
-            record["message"] = f"the script {how} after {n or 'no'} counted step(s)"
-        outcome = Outcome.from_json({**self.case.columns, **record})
-        rows, error = list(outcome.rows), outcome.message
+            why = f"the script {how} after {steps} counted step(s)"
         if interrupted:
-            error = "the script was interrupted, but the steps that were counted before are kept"
-        if record.get("observed"):
-            with suppress(*[InstrumentError] if error else []):  # report the earlier error only
-                rows += instrument.script_rows(self.case, record)
-        self.operators, self.notes = outcome.operators, outcome.notes
-        self.memory_lines, self.imported = outcome.memory_lines, outcome.imported
-        if error:
-            kind = ScriptInterrupted if interrupted else CaseTimedOut if stack else CaseFailed
-            failure = kind(f"{self.case.id}: {error}")
-            failure.rows = rows
-            raise failure
-        return rows
+            kind = ScriptInterrupted
+            why = "the script was interrupted, but the steps that were counted before are kept"
+        if why:
+            outcome = outcome.with_error(kind(f"{self.case.id}: {why}"))
+        return self.script.instrument.read_report(outcome)
 
     def _wait(self) -> tuple[int, bool]:
         """Return the exit code, and whether Ctrl-C interrupted the script.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
@@ -12,7 +13,6 @@ from dpbench.child.recorder import Recorder, device_and_torch, on_cuda
 from dpbench.core.metrics import unit
 from dpbench.core.subject import Subject
 from dpbench.instruments.in_process import InProcessInstrument
-from dpbench.launch.case_process import CaseProcess
 from dpbench.results.rows import STEP, Measurement
 
 if TYPE_CHECKING:
@@ -27,10 +27,6 @@ class Timing(InProcessInstrument):
 
     def recorder(self, case: Subject, steps: int | None = None) -> Recorder:
         return TimingRecorder(steps)
-
-    def rows_of(self, process: CaseProcess, record: dict[str, Any]) -> list[Measurement]:
-        """Return the rows that `timing_rows` makes from the record."""
-        return timing_rows(process.case, record)
 
 
 class TimingRecorder(Recorder):
@@ -67,26 +63,31 @@ class TimingRecorder(Recorder):
         """Median duration of the timed steps, in seconds."""
         return median(sum(step.values()) for step in self.listener.seconds())
 
-    def record(self, case: Subject) -> dict[str, Any]:
+    def details(self) -> dict[str, Any]:
         return {
-            **device_and_torch(),
             "phase_seconds": self.listener.seconds(wait=self.wait)[: self.observed],
             "ranges": self.listener.ranges,
             "peak_memory_bytes": self._peak() if self.peak is None else self.peak,
         }
 
     def rows(self, case: Subject) -> list[Measurement]:
-        return timing_rows(case, self.record(case))
+        return timing_rows(case, {**device_and_torch(), **self.details()}, self.sizes)
 
 
-def timing_rows(case: Subject, record: dict[str, Any]) -> list[Measurement]:
+def timing_rows(
+    case: Subject, details: Mapping[str, Any], sizes: Sequence[int] = ()
+) -> list[Measurement]:
     """Return rows of the time of each phase and step, samples per second and peak memory.
 
-    A run on the CPU has no row of peak memory. ``record`` is the record of a `TimingRecorder`.
+    A run on the CPU has no row of peak memory.
+
+    Args:
+        case: the case, script or function.
+        details: the details of a `TimingRecorder`, and the device and the version of torch.
+        sizes: the sizes of the batches, if they differ.
     """
     values: list[tuple[str, str, float, int]] = []
-    sizes = record.get("sizes")  # sizes of the batches, if the sizes differ
-    for repeat, seconds in enumerate(record["phase_seconds"]):
+    for repeat, seconds in enumerate(details["phase_seconds"]):
         total = sum(seconds.values())
         values += [(phase, "step_time_seconds", t, repeat) for phase, t in seconds.items()]
         values.append((STEP, "step_time_seconds", total, repeat))
@@ -97,9 +98,9 @@ def timing_rows(case: Subject, record: dict[str, Any]) -> list[Measurement]:
     if sizes:
         rate = sum(sizes) / sum(total for phase, _, total, _ in values if phase == STEP)
         values.append((STEP, "samples_per_second", rate, 0))
-    if record["peak_memory_bytes"] is not None:
-        values.append((STEP, "peak_memory_bytes", record["peak_memory_bytes"], 0))
-    where = record["device"], f"torch {record['torch']}"
+    if details["peak_memory_bytes"] is not None:
+        values.append((STEP, "peak_memory_bytes", details["peak_memory_bytes"], 0))
+    where = details["device"], f"torch {details['torch']}"
     return [
         Measurement(case, Timing.name, phase, metric, value, unit(metric), repeat, *where)
         for phase, metric, value, repeat in values

@@ -10,36 +10,53 @@ import sys
 import sysconfig
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
-from dpbench.child.failures import (
-    CaseFailed,
-    CaseOutOfMemory,
-    CaseTimedOut,
-    GpuBusy,
-    InstrumentError,
-)
 from dpbench.child.messages import (
     MEASURING,
     POLL_SECONDS,
     RECORDS,
     WAITING,
     read_records,
-    result_of,
+    reported,
 )
 from dpbench.child.task import Task
+from dpbench.core.errors import (
+    CaseFailed,
+    CaseOutOfMemory,
+    CaseTimedOut,
+    GpuBusy,
+    InstrumentError,
+)
 from dpbench.core.gpu import child_environment, visible_to_case
 from dpbench.core.registry import is_builtin, names_of
 from dpbench.core.subject import Subject
 from dpbench.launch.fork_server import COMMAND, environment_of_cases
-from dpbench.launch.pending import PendingMeasurement
 from dpbench.launch.processes import ProcessGroup
-from dpbench.results.rows import Measurement
+from dpbench.results.outcome import Outcome
+
+LOG_LINES = 20
+"""Number of lines at the end of a failed case's log that its outcome has."""
+
+
+class PendingMeasurement(ABC):
+    """A measurement in progress, in this or another process."""
+
+    @abstractmethod
+    def outcome(self) -> Outcome:
+        """Wait until the measurement ends, and return its outcome.
+
+        If the measurement failed, the outcome has the error, or the method raises it.
+        """
+
+    def cancel(self) -> None:  # noqa: B027
+        """End the measurement and its processes, unless it has ended."""
 
 
 class CaseProcess(PendingMeasurement):
@@ -57,7 +74,8 @@ class CaseProcess(PendingMeasurement):
         timeout: limit in seconds for the measurement, from the time when the process has its GPU.
             The same limit applies, separately, to the imports and to the wait for each process that
             holds the GPU.
-        read: a function that makes rows from the result.
+        complete: adds to the outcome that the process has reported, or to the outcome with the
+            error of a process that failed.
     """
 
     def __init__(
@@ -67,7 +85,7 @@ class CaseProcess(PendingMeasurement):
         *,
         log: Path | None,
         timeout: float,
-        read: Callable[[CaseProcess], list[Measurement]],
+        complete: Callable[[Outcome], Outcome] = lambda outcome: outcome,
     ) -> None:
         self._scratch = ExitStack()
         if log is not None:
@@ -80,7 +98,7 @@ class CaseProcess(PendingMeasurement):
         case, task_file = task.case, log.with_suffix(".task.json")
         task.write(task_file)
         command = [*before, sys.executable, *COMMAND[1:], "step", "--task", str(task_file)]
-        self.case, self.log, self.timeout, self.read = case, log, timeout, read
+        self.case, self.log, self.timeout, self.complete = case, log, timeout, complete
         self.records = Path(scratch, "records")
         added = child_environment() | visible_to_case(case.gpus)
         if path := python_path(case):
@@ -100,47 +118,48 @@ class CaseProcess(PendingMeasurement):
                 env={**environment_of_cases(), **added, RECORDS: str(self.records)},
             )
 
-    def rows(self) -> list[Measurement]:
+    def outcome(self) -> Outcome:
+        """Return the outcome that the process has reported, or the reason of its failure."""
         try:
-            return self.read(self)
+            outcome = self.complete(self._reported())
         except InstrumentError as error:
-            error.log = self.log
-            raise
+            outcome = Outcome.failed(self.case, error)
         except (KeyError, TypeError, ValueError) as error:
             reason = f"{type(error).__name__}: {error}"
-            message = f"{self.case.id}: the process's record cannot be read ({reason})"
-            raise CaseFailed(message, log=self.log) from error
+            message = f"{self.case.id}: the process's outcome cannot be read ({reason})"
+            outcome = Outcome.failed(self.case, CaseFailed(message))
+        if outcome.error is None:
+            return outcome
+        tail = "\n".join(log_lines(self.log)[-LOG_LINES:])
+        return replace(outcome, log=str(self.log), log_tail=tail)
 
-    def record(self) -> dict[str, Any]:
-        """Wait for the process and return its result, or raise an error with the reason."""
-        timeout_message = ""
+    def _reported(self) -> Outcome:
+        """Wait for the process and return its outcome, which contains any error."""
+        failure: InstrumentError | None = None
         try:
             self._wait()
-        except CaseTimedOut as time_out:
-            timeout_message = time_out.args[0]
-            if self.case.gpus > 1:
+        except (CaseTimedOut, GpuBusy) as error:
+            failure = error
+            if isinstance(error, CaseTimedOut) and self.case.gpus > 1:
                 self.group.request_stacks()
         finally:
             self.group.end()
-        lines = log_lines(self.log)
-        record, code = result_of(read_records(self.records)), self.group.process.returncode
-        error = record.get("error")
-        if timeout_message:  # the error's message says where each rank was
-            where = f": {error['message']}" if error else ""
-            raise CaseTimedOut(f"{timeout_message}{where}", log=self.log)
-        if record and not error and not code:
-            self.labels, self.notes = record.get("labels", {}), record.get("about", ())
-            self.imported = record.get("imported", {})
-            return record
-        if not error:  # the process ended without reporting an error
-            ended = f"the process {describe_exit(code)}"
-            last = next(filter(None, reversed(lines[1:])), "")
-            error = {"kind": "", "message": ": ".join(filter(None, (ended, last[:200])))}
-            if any("torch.OutOfMemoryError" in line for line in lines):
-                error = {"kind": name_of(CaseOutOfMemory), "message": "CUDA out of memory"}
-        kind = _error_class(error["kind"])
-        message = error["message"].removesuffix(f"; {kind.remedy}")
-        raise kind(f"{self.case.id}: {message}", log=self.log)
+        outcome, code = reported(self.records), self.group.process.returncode
+        if failure:  # the message of the process says where each rank was
+            where = f": {outcome.message}" if outcome and outcome.error else ""
+            return Outcome.failed(self.case, type(failure)(f"{failure.args[0]}{where}"))
+        if outcome and outcome.error:
+            message = f"{self.case.id}: {outcome.message}"
+            return replace(outcome, message=message).with_case(self.case)
+        if outcome and not code:
+            return outcome.with_case(self.case)
+        lines = log_lines(self.log)  # the process ended without reporting an error
+        last = next(filter(None, reversed(lines[1:])), "")
+        why = ": ".join(filter(None, (f"the process {describe_exit(code)}", last[:200])))
+        kind: type[InstrumentError] = CaseFailed
+        if any("torch.OutOfMemoryError" in line for line in lines):
+            kind, why = CaseOutOfMemory, "CUDA out of memory"
+        return Outcome.failed(self.case, kind(f"{self.case.id}: {why}"))
 
     @property
     def exit_code(self) -> int | None:
@@ -166,8 +185,8 @@ class CaseProcess(PendingMeasurement):
             if time.monotonic() - since > self.timeout:
                 case, limit = self.case, f"{self.timeout:g} s"
                 if holder := last.get(WAITING):
-                    raise GpuBusy(f"{case.id} waited {limit} for {holder}", log=self.log)
-                raise CaseTimedOut(f"{case.id} did not finish within {limit}", log=self.log)
+                    raise GpuBusy(f"{case.id} waited {limit} for {holder}")
+                raise CaseTimedOut(f"{case.id} did not finish within {limit}")
             time.sleep(POLL_SECONDS)
 
     def cancel(self) -> None:
@@ -193,20 +212,6 @@ def python_path(case: Subject) -> str | None:
     return os.pathsep.join(dict.fromkeys(wanted))
 
 
-def name_of(kind: type[Exception]) -> str:
-    """Return the name of an error's class in a record: ``module:Class``."""
-    return f"{kind.__module__}:{kind.__qualname__}"
-
-
-def _error_class(name: str) -> type[InstrumentError]:
-    """Return the named class if it is an `InstrumentError`, otherwise `CaseFailed`."""
-    with suppress(ImportError, AttributeError, ValueError):
-        found = resolve_name(name)
-        if isinstance(found, type) and issubclass(found, InstrumentError):
-            return found
-    return CaseFailed
-
-
 def describe_exit(returncode: int) -> str:
     """Describe an exit code as a predicate of a sentence."""
     if returncode < 0:  # real-time signals have no names
@@ -218,10 +223,3 @@ def describe_exit(returncode: int) -> str:
 def log_lines(log: Path) -> list[str]:
     """Return the lines of a log file."""
     return log.read_text(encoding="utf-8", errors="replace").splitlines()
-
-
-def log_tail(error: InstrumentError, lines: int = 20) -> str:
-    """Return the last lines of a failed case's log, or "" if the case has no log."""
-    if error.log is None or not error.log.exists():
-        return ""
-    return "\n".join(log_lines(error.log)[-lines:])

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 from unittest.mock import patch
 
 import torch
@@ -29,44 +29,41 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from dpbench.child.build import pick_device
 from dpbench.child.case import with_gpus_locked
-from dpbench.child.hang_report import STACK, STACK_SIGNAL, where_stuck
-from dpbench.child.messages import LOST
-from dpbench.child.rank_messages import FOR_EVER, all_gather, leave_group
+from dpbench.child.messages import LOST, STACK, STACK_SIGNAL, where_stuck
 from dpbench.core.case import Case
-from dpbench.core.errors import ConfigurationError, DpbenchError, OutOfMemory
+from dpbench.core.errors import (
+    CaseFailed,
+    ConfigurationError,
+    InstrumentError,
+    as_instrument_error,
+    error_named,
+)
+from dpbench.training.parallel import FOR_EVER, all_gather, leave_group
 
 POLL_LIMIT_SECONDS = 2.0
 """Time in which the launcher should notice a dead rank. The launcher polls ten times a second."""
 
-Record = dict[str, Any]
-Work = Callable[[Case], Record]
+T = TypeVar("T")
 
 
-class RankFailed(DpbenchError):
-    """A rank died, or raised an error other than `ConfigurationError` and `OutOfMemory`."""
+def on_all_ranks(work: Callable[[Case], T], case: Case, device_name: str) -> list[T]:
+    """Call ``work`` in one process per GPU of the case, and return the results of all ranks.
 
-
-def on_all_ranks(work: Work, case: Case, device_name: str) -> Record:
-    """Call ``work`` in one process per GPU of the case.
-
-    Returns:
-        The record of rank 0, whose entry ``ranks`` contains the records of all ranks. If the user
-        started this process as a rank, the result is only the record of this rank.
+    If the user started this process as a rank, the result is only the result of this rank.
 
     Raises:
-        ConfigurationError: the GPUs are too few, a library for collectives is missing, or a rank
-            refused the case.
-        OutOfMemory: a rank ran out of GPU memory.
-        RankFailed: a rank failed in another way, or a signal to this process ended all ranks.
+        ConfigurationError: the GPUs are too few, or a library for collectives is missing.
+        InstrumentError: the error of the rank that failed first, or `CaseFailed` if a signal to
+            this process ended all ranks.
     """
     device = pick_device(device_name)
     check_backend(device)
     if distributed.is_torchelastic_launched():  # the user has started the ranks
         with with_gpus_locked(device, case.id, 0 if int(os.environ["LOCAL_RANK"]) else case.gpus):
-            return _as_rank(work, case, device)
+            return [_as_rank(work, case, device)]
     with with_gpus_locked(device, case.id, case.gpus):
-        records = _launch(work, case, device)
-    return {**records[0], "ranks": [records[rank] for rank in range(case.gpus)]}
+        results = _launch(work, case, device)
+    return [results[rank] for rank in range(case.gpus)]
 
 
 def check_backend(device: torch.device) -> str:
@@ -80,7 +77,7 @@ def check_backend(device: torch.device) -> str:
     return name
 
 
-def _launch(work: Work, case: Case, device: torch.device) -> Mapping[int, Record]:
+def _launch(work: Callable[[Case], T], case: Case, device: torch.device) -> Mapping[int, T]:
     with _undo_launcher_changes(), tempfile.TemporaryDirectory(prefix="dpbench-") as folder:
         # Use a store on a free port. A rendezvous for several machines would take seconds.
         store = TCPStore("localhost", 0, is_master=True, multi_tenant=True)
@@ -97,14 +94,14 @@ def _launch(work: Work, case: Case, device: torch.device) -> Mapping[int, Record
             start_method="fork" if _forks_can_use_cuda() else "spawn",
         )
         try:
-            records: Mapping[int, Record] = elastic_launch(config, _run_rank)(work, case, device)
+            results: Mapping[int, T] = elastic_launch(config, _run_rank)(work, case, device)
         except ChildFailedError as error:
             raise _error_of_rank(*error.get_first_failure()) from None
         except SignalException as error:
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
-            raise RankFailed(_positions_of_ranks(Path(folder))) from None
-    return records
+            raise CaseFailed(_positions_of_ranks(Path(folder))) from None
+    return results
 
 
 def _forks_can_use_cuda() -> bool:
@@ -135,7 +132,7 @@ def _undo_launcher_changes() -> Iterator[None]:
                     signal.signal(number, handler)
 
 
-def _run_rank(work: Work, case: Case, device: torch.device) -> Record:
+def _run_rank(work: Callable[[Case], T], case: Case, device: torch.device) -> T:
     """Run as a rank of the launcher. Signals end the rank at once, even in a collective."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
@@ -148,17 +145,17 @@ def _run_rank(work: Work, case: Case, device: torch.device) -> Record:
             time.sleep(POLL_LIMIT_SECONDS)  # so that the launcher names the rank that failed first
         elif not isinstance(error, ConfigurationError):  # the message of a refusal is enough
             print(traceback.format_exc(), end="", file=sys.stderr, flush=True)
-        raise
+        raise as_instrument_error(error) from error
     except SystemExit as error:
-        raise RankFailed(f"the trainer exited with status {error.code}") from error
+        raise CaseFailed(f"the trainer exited with status {error.code}") from error
 
 
-def _as_rank(work: Work, case: Case, device: torch.device) -> Record:
+def _as_rank(work: Callable[[Case], T], case: Case, device: torch.device) -> T:
     """Run as the rank that the environment variables describe."""
     with in_group(device):
-        record = work(case)
+        result = work(case)
         all_gather("done")  # if this rank left earlier, the group would break for other ranks
-        return record
+        return result
 
 
 @contextmanager
@@ -177,19 +174,16 @@ def in_group(device: torch.device) -> Iterator[None]:
     leave_group()
 
 
-def _error_of_rank(rank: int, failure: ProcessFailure) -> DpbenchError:
-    """Rebuild the error of the rank that failed first. The launcher has only the error's text."""
+def _error_of_rank(rank: int, failure: ProcessFailure) -> InstrumentError:
+    """Return the error of the rank that failed first. The launcher has only the error's text."""
     if failure.exitcode < 0:
-        return RankFailed(f"rank {rank}: killed by {failure.signal_name()}")
+        return CaseFailed(f"rank {rank}: killed by {failure.signal_name()}")
     if not isinstance(failure.message, dict):
-        return RankFailed(f"rank {rank}: ended with exit code {failure.exitcode}")
-    text = str(failure.message["message"]).partition("\n")[0]
+        return CaseFailed(f"rank {rank}: ended with exit code {failure.exitcode}")
+    kind, _, text = str(failure.message["message"]).partition("\n")[0].partition(": ")
     if LOST.search(text):
         text = f"lost the connection to another rank ({text})"
-    for kind in (ConfigurationError, OutOfMemory):
-        if text.startswith(prefix := f"{kind.__name__}: "):
-            return kind(f"rank {rank}: {text.removeprefix(prefix)}")
-    return RankFailed(f"rank {rank}: {text.removeprefix(f'{RankFailed.__name__}: ')}")
+    return error_named(kind)(f"rank {rank}: {text}")
 
 
 def _positions_of_ranks(folder: Path) -> str:

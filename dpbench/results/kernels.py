@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Self
+from typing import Any
 
 from dpbench.core.metrics import METRICS, unit
 from dpbench.core.subject import Subject
-from dpbench.results.rows import STEP, Measurement
+from dpbench.results.rows import STEP, Measurement, Number
 
 NOT_COUNTED = "NOT COUNTED"
 """The first words of a note on an operator that logical counting left out."""
@@ -42,12 +42,7 @@ class Entry:
 
     def as_row(self) -> dict[str, Any]:
         """Return the fields as plain JSON types."""
-        return asdict(self)
-
-    @classmethod
-    def from_row(cls, row: Mapping[str, Any]) -> Self:
-        """Invert `as_row`. Keys that are not fields are ignored."""
-        return cls(**{each.name: row[each.name] for each in fields(cls) if each.name in row})
+        return dict(vars(self))
 
 
 @dataclass(frozen=True)
@@ -61,12 +56,12 @@ class OperatorCount(Entry):
 
     phase: str
     operator: str  # e.g. aten.clone
-    calls: float
-    read_bytes: float  # logical bytes
-    write_bytes: float  # logical bytes
-    flops: float  # a multiply-add counts as two
+    calls: Number
+    read_bytes: Number  # logical bytes
+    write_bytes: Number  # logical bytes
+    flops: Number  # a multiply-add counts as two
     general_rule: bool = False  # true if the bytes are a guess from the schema
-    collective_bytes: float = 0  # bytes sent to other ranks
+    collective_bytes: Number = 0  # bytes sent to other ranks
     module: str = ""  # the module whose forward ran the operator, e.g. blocks.*.mlp, or empty
     line: str = ""  # e.g. model.py:24 forward; in backward, the line of the forward operator
 
@@ -181,10 +176,10 @@ class KernelCount(Entry):
     phase: str
     name: str  # demangled, with template arguments and parameters
     launches: int
-    read_bytes: float  # bytes read from DRAM
-    write_bytes: float  # bytes written to DRAM
-    l2_bytes: float  # all bytes that the L2 cache's slices served
-    seconds: float  # from the kernel's start on the GPU to its end
+    read_bytes: Number  # bytes read from DRAM
+    write_bytes: Number  # bytes written to DRAM
+    l2_bytes: Number  # all bytes that the L2 cache's slices served
+    seconds: Number  # from the kernel's start on the GPU to its end
 
     @property
     def kernel(self) -> str:

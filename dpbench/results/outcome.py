@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from dpbench.core.case import AXES, BASELINE_TRAINER
 from dpbench.core.metrics import METRICS
 from dpbench.core.registry import TRAINERS
-from dpbench.core.subject import Subject, subject_from
+from dpbench.core.subject import SCRIPT, Subject
 from dpbench.results.kernels import Entry, KernelCount, MemoryLine, OperatorCount
 from dpbench.results.rows import NO_HARDWARE, NUMBER, SCHEMA, Measurement
 
@@ -38,6 +41,9 @@ NUMBERED = ("operators", "kernels", "memory_lines")
 """The lists whose entries contain the index of their outcome. Rows contain no index, because the
 case and the instrument of a row determine the outcome."""
 
+NOT_SAVED = ("case", *LISTS, "log_tail", "details")
+"""The fields of `Outcome` that are not in the entry of its case in a document."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -60,6 +66,7 @@ class Outcome:
         tests: the tests that requested the case, each with its id as ``test`` and its ``params``.
         labels: the labels of the trainer, see `TrainerBase`.
         imported: digests of the files and variables that were read, see `dpbench.child.imported`.
+        details: what the measured process tells its parent besides; not saved.
     """
 
     case: Subject
@@ -78,6 +85,7 @@ class Outcome:
     tests: tuple[Mapping[str, Any], ...] = ()
     labels: Mapping[str, str] = field(default_factory=dict)
     imported: Mapping[str, str] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def asked(self) -> list[tuple[Subject, str]]:
@@ -89,24 +97,90 @@ class Outcome:
         """The instruments that returned rows."""
         return {row.instrument for row in self.rows}
 
+    @classmethod
+    def failed(cls, case: Subject, error: Exception) -> Outcome:
+        """Return the outcome of a case whose measurement raised an error."""
+        return cls(case, ()).with_error(error)
+
+    def with_error(self, error: Exception) -> Outcome:
+        """Return the outcome with the class and the message of an error, and the error's log."""
+        log = getattr(error, "log", None)
+        failed = replace(self, error=type(error).__name__, message=str(error))
+        return replace(failed, log=str(log)) if isinstance(log, Path) else failed
+
+    def with_case(self, case: Subject) -> Outcome:
+        """Return the outcome under the name that a case has in this process."""
+        return replace(self, case=case, rows=tuple(replace(row, case=case) for row in self.rows))
+
+    def joined(self, other: Outcome) -> Outcome:
+        """Return the outcome of the same case that has the numbers of this and another outcome."""
+        failed = other if other.error and not self.error else self
+        return replace(
+            self,
+            rows=self.rows + other.rows,
+            error=failed.error,
+            message=failed.message,
+            log=failed.log,
+            log_tail=failed.log_tail,
+            operators=self.operators + other.operators,
+            kernels=self.kernels + other.kernels,
+            memory_lines=self.memory_lines + other.memory_lines,
+            notes=tuple(dict.fromkeys(self.notes + other.notes)),
+            labels={**self.labels, **other.labels},
+            imported={**self.imported, **other.imported},
+        )
+
+    @classmethod
+    def of_ranks(cls, outcomes: Sequence[Outcome]) -> Outcome:
+        """Return the outcome of all ranks, in which each row names its rank.
+
+        Operators and other lists are those of rank 0. ``details["ranks"]`` has the details of each
+        rank.
+        """
+        rows = [replace(row, rank=n) for n, each in enumerate(outcomes) for row in each.rows]
+        notes = dict.fromkeys(note for each in outcomes for note in each.notes)
+        ranks = [each.details for each in outcomes]
+        details = {**outcomes[0].details, "ranks": ranks}
+        return replace(outcomes[0], rows=tuple(rows), notes=tuple(notes), details=details)
+
     def as_json(self) -> dict[str, Any]:
-        """Return the outcome as plain JSON types, with the fields of the case first."""
-        case = {**self.case.columns}
-        own = {name: [*v] if isinstance(v, tuple) else v for name, v in vars(self).items()}
-        own["rows"] = [row.as_row() for row in self.rows]
-        for name in NUMBERED:
-            own[name] = [case | entry.as_row() for entry in own[name]]
-        del own["case"]
-        return case | own
+        """Return the outcome as plain JSON types, which another process can read."""
+        plain: dict[str, Any] = msgspec.to_builtins(self)
+        return plain
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Outcome:
-        """Invert `as_json`. A field that an older document lacks gets the default value."""
-        known = {each.name: data[each.name] for each in fields(cls) if each.name in data}
-        known = {name: tuple(v) if isinstance(v, list) else v for name, v in known.items()}
-        for name, kind in LISTS.items():
-            known[name] = tuple(map(kind.from_row, data.get(name, ())))
-        return cls(subject_from(data), **known)
+        """Invert `as_json`. A field that is missing gets the default value."""
+        return msgspec.convert(data, cls)
+
+    def as_saved(self, number: int) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]]]:
+        """Return the entry of a document about the outcome with this index, and its `LISTS`.
+
+        The fields of the case come first in the entry, and in each entry of the lists.
+        """
+        case = dict(self.case.columns)
+        own = {k: v for k, v in self.as_json().items() if k not in NOT_SAVED}
+        entry = case | {k: [*v] if isinstance(v, tuple) else v for k, v in own.items()}
+        for name in ("extra_info", "tests", "labels", "imported"):
+            if not entry[name]:
+                del entry[name]
+        lists = {
+            name: [case | each.as_row() | {"outcome": number} for each in getattr(self, name)]
+            for name in NUMBERED
+        }
+        return entry, {"rows": [row.as_row() for row in self.rows], **lists}
+
+    @classmethod
+    def from_saved(cls, entry: Mapping[str, Any], **lists: Sequence[Mapping[str, Any]]) -> Outcome:
+        """Invert `as_saved`."""
+        rows = [*map(with_subject, lists.pop("rows"))]
+        return msgspec.convert({**with_subject(entry), **lists, "rows": rows}, cls)
+
+
+def with_subject(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of a run with the entry ``case``, from which msgspec makes the subject."""
+    is_script = row["workload"] == SCRIPT
+    return {**row, "case": [row["trainer"], row["batch_size"]] if is_script else row}
 
 
 def merge_duplicates(outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
@@ -152,25 +226,16 @@ def document(
         environment: the software and machine, see `dpbench.results.conditions.environment`.
         session: the grid, settings and status, see `dpbench.results.conditions.new_run`.
     """
-    rows = [row for outcome in outcomes for row in outcome.rows]
-    cases = [outcome.as_json() for outcome in outcomes]
-    for number, case in enumerate(cases):
-        for entry in (entry for name in NUMBERED for entry in case[name]):
-            entry["outcome"] = number
-    lists = {name: [entry for case in cases for entry in case.pop(name)] for name in LISTS}
-    for case in cases:
-        del case["log_tail"]
-        for of_some in ("extra_info", "tests", "labels", "imported"):
-            if not case[of_some]:
-                del case[of_some]
+    saved = [outcome.as_saved(number) for number, outcome in enumerate(outcomes)]
+    lists = {name: [entry for _, own in saved for entry in own[name]] for name in LISTS}
     return {
         "schema": SCHEMA,
         "environment": dict(environment),
         "session": dict(session or {}),
         "summary": trainer_summary(outcomes),
-        "metrics": METRICS.definitions({row.metric for row in rows}),
-        "cases": cases,
-        "devices": sorted({row.device for row in rows}),
+        "metrics": METRICS.definitions({row["metric"] for row in lists["rows"]}),
+        "cases": [entry for entry, _ in saved],
+        "devices": sorted({row["device"] for row in lists["rows"]}),
         **lists,
     }
 

@@ -7,11 +7,11 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
-from typing import Any
+from typing import Any, TypeAlias
 
 from dpbench.core.case import ALL_PHASES, AXES
 from dpbench.core.metrics import METRICS, is_counter
-from dpbench.core.subject import Script, Subject, subject_from
+from dpbench.core.subject import Script, Subject
 
 SCHEMA = 2
 """Version of the JSON documents. The version is raised when a field changes its meaning."""
@@ -21,6 +21,9 @@ STEP = "step"
 
 NO_HARDWARE = "logical (no hardware)"
 """The value of ``device`` in rows that were counted without hardware."""
+
+Number: TypeAlias = int | float
+"""The type of a value in a document. msgspec would turn an int into a float for ``float`` alone."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Measurement:
     instrument: str
     phase: str
     metric: str
-    value: float
+    value: Number
     unit: str
     repeat: int
     device: str
@@ -57,11 +60,6 @@ class Measurement:
         row = {**self.case.columns, **vars(self)}
         del row["case"]
         return row
-
-    @classmethod
-    def from_row(cls, row: dict[str, Any]) -> Measurement:
-        """Invert `as_row`."""
-        return cls(subject_from(row), **{name: row[name] for name in OWN_COLUMNS})
 
 
 _, *OWN_FIELDS = fields(Measurement)
@@ -86,7 +84,7 @@ OF_CASE = [column for column in PLACE if column != "phase"]
 """The columns of a summary that identify the case and the device of a row."""
 
 
-_TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
+_TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "Number": (int, float)}
 
 
 def checked(
@@ -169,8 +167,3 @@ def _zeros(rows: Sequence[Measurement]) -> Iterator[Measurement]:
 
 def _without_value(row: Measurement) -> Measurement:
     return replace(row, value=0.0, unit="", tool="")
-
-
-def as_rows(measurements: Iterable[Measurement]) -> list[dict[str, Any]]:
-    """Convert measurements to a list of plain dictionaries."""
-    return [measurement.as_row() for measurement in measurements]

@@ -231,5 +231,5 @@ class Run:
             by = rows[subject_from(data)]
             lists = {"rows": [row for name in data["instruments"] for row in by.pop(name, ())]}
             lists |= {part: entries[part, number] for part in NUMBERED}
-            outcomes.append(Outcome.from_json({**data, **lists}))
+            outcomes.append(Outcome.from_saved(data, **lists))
         return tuple(outcomes)

@@ -22,7 +22,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 _TYPES: dict[str, Any] = {
     "int": int,
-    "float": float,
+    "Number": float,
     "str": str,
     "bool": bool,
     "str | None": str | None,

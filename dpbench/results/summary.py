@@ -28,7 +28,6 @@ from dpbench.results.rows import (
     PLACE,
     STEP,
     Measurement,
-    as_rows,
 )
 
 IN_CACHE_BYTES = 1e9
@@ -38,7 +37,7 @@ data of the step can stay in the L2 cache between kernels."""
 
 def to_frame(measurements: Iterable[Measurement]) -> pd.DataFrame:
     """Make a long table: one row per measurement, with the columns of `Measurement.as_row`."""
-    return pd.DataFrame(as_rows(measurements), columns=COLUMNS)
+    return pd.DataFrame([each.as_row() for each in measurements], columns=COLUMNS)
 
 
 def summary(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFrame:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class CheckingRecorder(Recorder):
-    """Checks a script's steps. `rows` returns no rows, and `more` contains the checks."""
+    """Checks a script's steps. `rows` returns no rows, and `details` the checks."""
 
     quick = False
 
@@ -44,10 +44,8 @@ class CheckingRecorder(Recorder):
     def rows(self, case: Subject) -> list[Any]:
         return []
 
-    @property
-    def more(self) -> dict[str, Any]:  # type: ignore[override]
+    def details(self) -> dict[str, Any]:
         from dpbench.verify.script import check_steps
 
         with self.calls.influences.paused():
-            checks = [asdict(check) for check in check_steps(self.calls)] if self.observed else []
-        return {"checks": checks}
+            return {"checks": [asdict(check) for check in check_steps(self.calls)]}

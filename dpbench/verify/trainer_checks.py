@@ -26,7 +26,7 @@ from dpbench.core.names import parted, read_parameters
 from dpbench.core.registry import names_of, resolve
 from dpbench.launch.fork_server import postpone
 from dpbench.launch.processes import new_process
-from dpbench.launch.ranks import Work, on_all_ranks
+from dpbench.launch.ranks import on_all_ranks
 from dpbench.training.base import Batch
 from dpbench.training.correlated_noise import INDEPENDENT
 from dpbench.training.standard import StandardTrainer
@@ -82,19 +82,14 @@ def verify(case: Case, device: str = "auto", *, processes: bool = False) -> list
     """
     if case.gpus == 1:
         return verify_here(case, device, processes=processes)
+    import_module("torch._dynamo")  # the first optimizer would import this in each fork
     with _other_process(case, device, processes) as steps:
         work = partial(_verify_rank, device, [*steps])
-    checks: list[Check] = _over_ranks(work, case, device)["checks"]
-    return checks
+    return on_all_ranks(work, case, device)[0]
 
 
-def _over_ranks(work: Work, case: Case, device: str) -> dict[str, Any]:
-    import_module("torch._dynamo")  # the first optimizer would import this in each fork
-    return on_all_ranks(work, case, device)
-
-
-def _verify_rank(device: str, other_process: Iterable[Gradients], case: Case) -> dict[str, Any]:
-    return {"checks": verify_here(case, device, other_process)}
+def _verify_rank(device: str, other_process: Iterable[Gradients], case: Case) -> list[Check]:
+    return verify_here(case, device, other_process)
 
 
 def verify_here(
@@ -117,7 +112,7 @@ def verify_here(
     ]:
         raise ConfigurationError(f"verify chooses {refused[0]}: leave it out of the trainer's name")
     with torch.random.fork_rng([place] if place.type == "cuda" else []):
-        verification = _verification(case, place)
+        verification = verification_of(case, place)
         with _other_process(case, device, processes) as steps:
             steps = steps if processes else other_process
             if place.type == "cuda":  # its memory may not suffice for both processes
@@ -126,7 +121,8 @@ def verify_here(
             return [*checks, *check_layer(case, place, verification.clips, verification.weights)]
 
 
-def _verification(case: Case, device: torch.device) -> Verification:
+def verification_of(case: Case, device: torch.device) -> Verification:
+    """Return the checks of a trainer on its case, or refuse a trainer that is not private."""
     trainer, _ = build(case, device, 1)
     if isinstance(trainer, StandardTrainer):
         raise ConfigurationError(
@@ -165,15 +161,13 @@ def _other_process(case: Case, device: str, starts: bool) -> Iterator[Iterable[G
 def _take_noisy_steps(case: Case, device: str) -> list[dict[str, Any]]:
     case = resolve(case)
     work = partial(_noise_of_rank, device)
-    record = work(case) if case.gpus == 1 else _over_ranks(work, case, device)
-    steps: list[dict[str, Any]] = record["noise"]
-    return steps
+    import_module("torch._dynamo")  # the first optimizer would import this in each fork
+    return work(case) if case.gpus == 1 else on_all_ranks(work, case, device)[0]
 
 
-def _noise_of_rank(device: str, case: Case) -> dict[str, Any]:
-    steps = _verification(case, pick_device(device)).steps_elsewhere(OTHER_PROCESS_SEED)
-    arrays = [{name: g.float().cpu().numpy() for name, g in step.items()} for step in steps]
-    return {"noise": arrays}
+def _noise_of_rank(device: str, case: Case) -> list[dict[str, Any]]:
+    steps = verification_of(case, pick_device(device)).steps_elsewhere(OTHER_PROCESS_SEED)
+    return [{name: g.float().cpu().numpy() for name, g in step.items()} for step in steps]
 
 
 # --- a linear layer ------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -18,8 +19,9 @@ CASE = Case("dpsgd_ghost", 4, 16, "tiny")
 CPU = torch.device("cpu")
 
 
-def timed(warmup: int, active: int) -> dict[str, Any]:
-    return run_case(CASE, TimingRecorder(active), device="cpu", warmup=warmup, active=active)
+def timed(warmup: int, active: int) -> Mapping[str, Any]:
+    recorder = TimingRecorder(active)
+    return run_case(CASE, recorder, device="cpu", warmup=warmup, active=active).details
 
 
 def test_warm_up_steps_are_not_observed() -> None:

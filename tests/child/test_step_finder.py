@@ -15,10 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpbench.child.optimizers import MOST_TURNS
 from dpbench.child.patches import _AfterImport, watch
 from dpbench.child.recorder import Calls
-from dpbench.child.step_finder import StepFinder, Stop
+from dpbench.child.step_finder import MOST_TURNS, StepFinder, Stop
 from dpbench.training.phases import phase
 from tests.child.loops import (
     LOOPS,

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from dpbench import ConfigurationError
-from dpbench.child.failures import CaseFailed, CaseTimedOut
 from dpbench.commands import doctor
 from dpbench.commands.cli import main
 from dpbench.commands.doctor import FAILED, OK, WARNING, Check, Diagnosis, examine
+from dpbench.core.errors import CaseFailed, CaseTimedOut
 from dpbench.core.gpu import Gpu
 from dpbench.core.settings import Settings
 from tests.programs import program

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -43,8 +42,9 @@ from dpbench.core.settings import Settings
 from dpbench.instruments.cupti.ranges import RECEIVED, SENT
 from dpbench.instruments.logical.logical import Logical
 from dpbench.launch.ranks import on_all_ranks
+from dpbench.results.outcome import Outcome
 from dpbench.training.parallel import rank_and_ranks
-from tests.programs import program
+from tests.programs import program, reports
 
 DATA = Path(__file__).parents[1] / "data"
 H200 = Gpu("GPU-0", "NVIDIA H200", 150_754_820_096, "580.159.04", free_bytes=139 * 10**9)
@@ -60,7 +60,8 @@ export = sys.argv[sys.argv.index("--export") + 1]
 SUCCEED = f"""
 shutil.copy({str(DATA / "tiny-fp32" / "report_standard_bs4_seq64.ncu-rep")!r}, export)
 from tests.replay_ncu import say
-say(open({str(DATA / "ncu_output" / "success.txt")!r}).read())
+from dpbench import Case
+say(open({str(DATA / "ncu_output" / "success.txt")!r}).read(), Case("standard", 1, 1))
 """
 
 
@@ -218,9 +219,9 @@ def examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_gpu: None) -> 
 
     def run(printed: dict[str, Any]) -> list[Diagnosis]:
         text = (
-            "import json, sys; from dpbench.child.messages import report_result; "
+            "import json, sys; "
             "assert json.load(open(sys.argv[-1]))['instrument'].endswith(':Cupti'); "
-            f"report_result(**json.loads({json.dumps(printed)!r}))"
+            + reports(Outcome(Case("standard", 1, 1), (), details=printed))
         )
         monkeypatch.setattr(sys, "executable", str(program(tmp_path / "step", text)))
         return list(doctor.examine(Settings(ncu_dir=tmp_path), [doctor.cupti]))
@@ -289,12 +290,9 @@ def linked(
     for module in (doctor, gpu):
         cards = [H200, replace(H200, uuid="GPU-1")]
         monkeypatch.setattr(module, "visible_gpus", lambda cards=cards: cards)
-    record: Any = {
-        "notes": notes,
-        "ranks": [{"counted": [each]} for each in ranks],
-    }
-    says = f"from dpbench.child.messages import report_result; report_result(**{record!r})"
-    monkeypatch.setattr(sys, "executable", str(program(folder / "step", says)))
+    details = {"ranks": [{"counted": [each]} for each in ranks]}
+    outcome = Outcome(Case("standard", 1, 1), (), notes=tuple(notes), details=details)
+    monkeypatch.setattr(sys, "executable", str(program(folder / "step", reports(outcome))))
     return list(doctor.links(Settings(ncu_dir=folder)))
 
 
@@ -332,6 +330,6 @@ def message_after_a_step(case: Case) -> dict[str, Any]:
 
 def test_the_other_rank_gets_the_first_ones_message() -> None:
     case = Case(MESSAGE, 2, 1, "tiny", parallel="ddp", gpus=2)
-    first, other = on_all_ranks(message_after_a_step, case, "cpu")["ranks"]
+    first, other = on_all_ranks(message_after_a_step, case, "cpu")
     assert first["bytes"] == other["bytes"] == EXAMPLE_BYTES
     assert first["ends"] == other["ends"] != [1.0, 1.0]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dpbench.child.messages import RECORDS, read_records, result_of
+from dpbench.child.messages import RECORDS, reported
 from dpbench.child.script import run
 from dpbench.child.task import Task
 from dpbench.commands.cli import main
@@ -21,6 +21,7 @@ from dpbench.core.settings import Settings
 from dpbench.core.subject import Script
 from dpbench.instruments import choose
 from dpbench.instruments.script import ScriptRun
+from dpbench.results.outcome import Outcome
 from dpbench.results.storage import Storage
 from tests.commands import scripts
 
@@ -138,22 +139,24 @@ def test_private_script_against_a_plain_one_is_a_ratio_by_phase(
 
 
 @pytest.fixture
-def script_here() -> Iterator[Callable[..., dict[str, Any]]]:
+def script_here() -> Iterator[Callable[..., Outcome]]:
     """Run a script as its own process would, in this one; returns what that writes down."""
 
-    def run_here(*program: str, instrument: str = "timing", **how: Any) -> dict[str, Any]:
+    def run_here(*program: str, instrument: str = "timing", **how: Any) -> Outcome:
         [chosen] = choose([instrument], Settings(device="cpu"), "script")
         script = ScriptRun(chosen, program, **how)
         Path("records").unlink(missing_ok=True)
         run(Task(Script("mine"), chosen), script, "records")
-        return result_of(read_records(Path("records")))
+        outcome = reported(Path("records"))
+        assert outcome
+        return outcome
 
     with as_left_before():
         yield run_here
 
 
 def test_script_that_goes_on_comes_to_the_end_that_it_would_have_alone(
-    script_here: Callable[..., dict[str, Any]],
+    script_here: Callable[..., Outcome],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -161,9 +164,9 @@ def test_script_that_goes_on_comes_to_the_end_that_it_would_have_alone(
     exec(scripts.TRAINING, {"__name__": "__main__"})
     alone = capsys.readouterr().out
     found = script_here("training.py", "--lr", steps=2, go_on=True)
-    assert (capsys.readouterr().out, found["message"]) == (alone, "")
+    assert (capsys.readouterr().out, found.message) == (alone, "")
     assert "['--lr'] __main__" in alone
-    times = {(row["phase"], row["repeat"]): row["value"] for row in found["rows"]}
+    times = {(row.phase, row.repeat): row.value for row in found.rows}
     parts = ("forward", "backward", "optimizer", "outside")
     assert set(times) == {(phase, repeat) for phase in ("step", *parts) for repeat in (0, 1)}
     assert sum(times[part, 1] for part in parts) == pytest.approx(times["step", 1])
@@ -184,16 +187,16 @@ def test_script_that_goes_on_comes_to_the_end_that_it_would_have_alone(
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
 def test_what_cannot_be_measured_is_said_in_a_line(
-    script_here: Callable[..., dict[str, Any]], program: list[str], words: str, counted: int
+    script_here: Callable[..., Outcome], program: list[str], words: str, counted: int
 ) -> None:
     found = script_here(*program)
-    assert words in found["message"]
-    assert "\n" not in found["message"]
-    assert len({row["repeat"] for row in found["rows"]}) == counted
+    assert words in found.message
+    assert "\n" not in found.message
+    assert len({row.repeat for row in found.rows}) == counted
 
 
 def test_traceback_of_a_script_is_its_own_and_shown_once(
-    script_here: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]
+    script_here: Callable[..., Outcome], capsys: pytest.CaptureFixture[str]
 ) -> None:
     script_here("training.py", "--fails")
     error = capsys.readouterr().err

@@ -14,14 +14,16 @@ import pytest
 from dpbench.child.task import Task
 from dpbench.commands.cli import main
 from dpbench.core.case import ALL_PHASES
+from dpbench.core.errors import CaseFailed
 from dpbench.core.gpu import Gpu
 from dpbench.core.subject import Script, subject_from
-from dpbench.instruments.ncu.ncu import Ncu
+from dpbench.instruments.ncu import ncu
 from dpbench.instruments.timing import timing_rows
+from dpbench.results.outcome import Outcome
 from dpbench.results.rows import Measurement
 from tests.commands import scripts, test_exec
 from tests.commands.test_exec import rows
-from tests.programs import program
+from tests.programs import program, reports
 
 # fixtures
 elsewhere = test_exec.elsewhere
@@ -40,8 +42,7 @@ shutil.copy(arguments[start + 2], "task.json")
 with open("arguments.json", "w") as stream:
     json.dump(arguments, stream)
 shutil.copy("recorded.ncu-rep", arguments[arguments.index("--export") + 1])
-from dpbench.child.messages import report_result
-report_result(torch="2.11.0", notes=[], message="", observed=1)
+REPORT
 """
 
 
@@ -66,13 +67,17 @@ def test_script_under_ncu_has_the_rows_of_its_report(
     monkeypatch.setattr("dpbench.core.gpu.visible_gpus", lambda: [gpu])
     recorded = Path(__file__).parents[1] / "data/tiny-fp32/report_dpsgd_bs4_seq64.ncu-rep"
     Path("recorded.ncu-rep").write_bytes(recorded.read_bytes())
-    program(Path("ncu"), NCU.replace('""', repr(error)))
-    read = Ncu.rows
+    details = {"torch": "2.11.0", "observed": 1}
+    outcome = Outcome(Script("training"), (), details=details)
+    if error:
+        outcome = outcome.with_error(CaseFailed(error))
+    program(Path("ncu"), NCU.replace("REPORT", reports(outcome)))
+    read = ncu.read
 
-    def further_step(ncu: Ncu, *of: Any) -> list[Measurement]:
-        return [each for row in read(ncu, *of) for each in (row, replace(row, repeat=1))]
+    def further_step(*of: Any, **how: Any) -> list[Measurement]:
+        return [each for row in read(*of, **how) for each in (row, replace(row, repeat=1))]
 
-    monkeypatch.setattr(Ncu, "rows", further_step)
+    monkeypatch.setattr(ncu, "read", further_step)
     how = ["--instrument=ncu", "--ncu-path=./ncu", "--steps=1"]
     assert main(["exec", *how, "--json=run.json", "training.py", "--private"]) == bool(error)
     said = capsys.readouterr()
@@ -124,12 +129,12 @@ def test_script_under_the_profiler_has_a_trace_of_each_step_and_a_report(
 
 
 def test_script_that_profiles_itself_is_not_profiled(
-    script_here: Callable[..., dict[str, Any]],
+    script_here: Callable[..., Outcome],
 ) -> None:
     lines = f"with torch.autograd.profiler.profile():\n{indent(scripts.TRAINING, '    ')}"
     Path("profiled.py").write_text(f"import torch\n{lines}", encoding="utf-8")
     found = script_here("profiled.py", instrument="torch_profiler")
-    assert "the script itself runs the PyTorch profiler, which cannot" in found["message"]
+    assert "the script itself runs the PyTorch profiler, which cannot" in found.message
 
 
 def test_case_of_a_script_claims_nothing_that_nobody_says() -> None:

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from dpbench.child import script_ranks
-from dpbench.child.failures import CaseFailed, CaseTimedOut, ScriptInterrupted
 from dpbench.child.script_ranks import Rank
 from dpbench.commands.cli import main
-from dpbench.core.errors import ConfigurationError
+from dpbench.core.errors import CaseFailed, CaseTimedOut, ConfigurationError, ScriptInterrupted
 from dpbench.core.subject import Script
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement

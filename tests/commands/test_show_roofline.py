@@ -12,7 +12,7 @@ import dpbench
 from dpbench import Case
 from dpbench.commands.cli import main
 from dpbench.core.metrics import unit
-from dpbench.results.rows import NO_HARDWARE, STEP, Measurement, as_rows
+from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
 
 DEVICE = "NVIDIA H200"
 STANDARD, DPSGD = (Case(name, 4, 16, "tiny") for name in ("standard", "dpsgd"))
@@ -42,7 +42,7 @@ def saved(name: str, case: Case, metrics: dict[str, dict[str, float]], device: s
         for metric, value in values.items()
         for phase in phases
     ]
-    Path(name).write_text(json.dumps({"schema": 2, "rows": as_rows(found)}))
+    Path(name).write_text(json.dumps({"schema": 2, "rows": [row.as_row() for row in found]}))
     return name
 
 

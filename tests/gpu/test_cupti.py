@@ -32,7 +32,7 @@ def test_a_process_counts_its_own_ranges() -> None:
 @pytest.mark.parametrize("micro_batches", [1, 16])
 def test_the_instrument_measures_a_case_in_one_process(tmp_path: Path, micro_batches: int) -> None:
     case = Case("dpsgd", 4 * micro_batches, 64, "tiny", micro_batches=micro_batches)
-    report = CaseReport.of(case, Cupti(tmp_path).measure(case))
+    report = CaseReport.of(case, Cupti(tmp_path).measure(case).rows)
     for metric in ("l2_served_bytes", "l2_sm_read_bytes", "l2_crossing_bytes"):
         whole = report.value(metric)
         assert report.phases[metric].sum() == pytest.approx(whole, rel=0.1)

@@ -25,10 +25,10 @@ def test_busy_times_agree_with_the_counters_within_three_percent_of_a_step(tmp_p
     case = Case("dpsgd", 8, 256, "1b")
     try:
         instrument = Nsys(tmp_path, path=find_nsys())
-        recorded = CaseReport.of(case, instrument.measure(case))
+        recorded = CaseReport.of(case, instrument.measure(case).rows)
     except NsysNotFound as error:
         pytest.skip(str(error))
-    counted = CaseReport.of(case, Cupti(tmp_path).measure(case))
+    counted = CaseReport.of(case, Cupti(tmp_path).measure(case).rows)
     step = counted.value("step_time_seconds")
     busy = counted.value("gpu_busy_share") * step
     assert recorded.value("timeline_busy_seconds") == pytest.approx(busy, abs=0.03 * step)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 def test_a_profile_has_copies_peaks_and_a_snapshot(tmp_path: Path) -> None:
     case = Case("dpsgd", batch_size=4, seq_len=64, model_size="tiny")
-    report = CaseReport.of(case, TorchProfiler(tmp_path).measure(case))
+    report = CaseReport.of(case, TorchProfiler(tmp_path).measure(case).rows)
     copied = report.value("memcpy_device_to_device_bytes", "backward")
     assert copied == report.value("memcpy_device_to_device_bytes") > 4_000_000
     assert report.value("phase_peak_memory_bytes", "clip") > copied

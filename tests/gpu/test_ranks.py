@@ -15,10 +15,8 @@ from torch import Tensor, distributed
 
 from dpbench import TRAINERS, Case, CaseReport
 from dpbench.child.build import build, pick_device
-from dpbench.child.failures import CaseTimedOut, InstrumentError
 from dpbench.child.messages import Steps
-from dpbench.child.rank_messages import all_gather
-from dpbench.core.errors import ConfigurationError
+from dpbench.core.errors import CaseTimedOut, ConfigurationError, InstrumentError
 from dpbench.core.gpu import number_of_gpus, visible_gpus, visible_to_case
 from dpbench.core.registry import resolve
 from dpbench.instruments.cupti.cupti import Cupti
@@ -27,7 +25,7 @@ from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.timing import Timing
 from dpbench.launch.ranks import on_all_ranks
 from dpbench.training.base import TrainerBase
-from dpbench.training.parallel import gathered, rank_and_ranks
+from dpbench.training.parallel import all_gather, gathered, rank_and_ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -67,7 +65,7 @@ def ask(
 ) -> list[dict[str, Any]]:
     """What a function returns in each rank of a case."""
     asked = Asked(folder, timeout=120, function=function.__name__)
-    ranks: list[dict[str, Any]] = asked.start(case).record()["ranks"]
+    ranks: list[dict[str, Any]] = asked.measure(case).details["ranks"]
     return ranks
 
 
@@ -177,7 +175,7 @@ def test_a_case_sends_what_is_counted_for_it_and_in_the_same_phases(
 ) -> None:
     case = replace(CASE, model_size="4000x2048x2x16", parallel=parallel)
     instrument = Cupti(tmp_path, steps=Steps(1, 2), names=("dram_read_bytes",))
-    report = CaseReport.of(case, instrument.measure(case))
+    report = CaseReport.of(case, instrument.measure(case).rows)
     if SENT not in report.phases:
         pytest.skip("NVML does not count what crosses NVLink")
     counted = CaseReport.of(case, Logical().count(case).rows)
@@ -230,5 +228,5 @@ def test_a_rank_that_dies_or_hangs_frees_both_gpus(
     while alone and min(n - b for n, b in zip(free_memory(), before, strict=True)) < -(1 << 26):
         assert time.monotonic() < ended, f"free before {before}, then {free_memory()}"
         time.sleep(0.1)
-    report = CaseReport.of(CASE, Timing(tmp_path, steps=Steps(0, 1), timeout=60).measure(CASE))
+    report = CaseReport.of(CASE, Timing(tmp_path, steps=Steps(0, 1), timeout=60).measure(CASE).rows)
     assert report.value("step_time_seconds") > 0

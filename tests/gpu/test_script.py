@@ -32,7 +32,7 @@ def test_a_script_that_ends_within_a_step_has_the_steps_before_it(tmp_path: Path
     script.write_text(SHORT)
     [ncu] = choose(["ncu"], Settings(ncu_dir=tmp_path), "script")
     run = ScriptRun(ncu, (str(script),), skip=0, steps=5)
-    rows = run.measure(Script("short"))
+    rows = run.measure(Script("short")).rows
     phases = {(row.repeat, row.phase) for row in rows}
     parts = ("forward", "backward", "optimizer", "outside", "step")
     assert phases == {(step, part) for step in (0, 1) for part in parts}

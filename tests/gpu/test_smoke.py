@@ -29,7 +29,7 @@ pytestmark = pytest.mark.gpu
 )
 def test_trainer_runs_on_the_gpu(trainer: str, precision: str, tmp_path: Path) -> None:
     case = Case(trainer, batch_size=4, seq_len=64, model_size="tiny", precision=precision)
-    rows = Timing(tmp_path, steps=Steps(warmup=1, active=2)).measure(case)
+    rows = Timing(tmp_path, steps=Steps(warmup=1, active=2)).measure(case).rows
     report = CaseReport.of(case, rows)
     assert report.value("step_time_seconds") > 0
     weights = 12 * case.size.layers * case.size.hidden**2

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from dpbench import Case, ConfigurationError
-from dpbench.child.failures import (
+from dpbench.child.messages import MEASURING, WAITING, Steps
+from dpbench.child.task import Task
+from dpbench.core.errors import (
     CaseFailed,
     CaseOutOfMemory,
     CaseRefused,
@@ -20,10 +22,9 @@ from dpbench.child.failures import (
     GpuBusy,
     InstrumentError,
 )
-from dpbench.child.messages import MEASURING, WAITING, Steps
-from dpbench.child.task import Task
 from dpbench.instruments.timing import Timing
-from dpbench.launch.case_process import CaseProcess, log_tail, name_of
+from dpbench.launch.case_process import CaseProcess
+from dpbench.results.outcome import Outcome
 
 CASE = Case("dpsgd", 4, 32, "tiny")
 
@@ -34,19 +35,24 @@ def start(program: str, log: Path, timeout: float = 20.0) -> CaseProcess:
         ["/bin/sh", "-c", program],
         log=log,
         timeout=timeout,
-        read=lambda _: [],
     )
 
 
-def fails(program: str, tmp_path: Path, timeout: float = 20.0) -> InstrumentError:
-    with pytest.raises(InstrumentError) as caught:
-        start(program, tmp_path / "log", timeout).record()
-    return caught.value
+def ended(program: str, tmp_path: Path, timeout: float = 20.0) -> Outcome:
+    return start(program, tmp_path / "log", timeout).outcome()
 
 
 def says(**record: object) -> str:
     """What makes a shell append a record, as `append_record` does."""
     return f'echo {shlex.quote(json.dumps(record))} >>"$DPBENCH_RECORDS"'
+
+
+def reports(**details: object) -> str:
+    return says(**Outcome(CASE, (), details=details).as_json())
+
+
+def reports_error(error: InstrumentError) -> str:
+    return says(**Outcome.failed(CASE, error).as_json())
 
 
 WAITS, GETS_IT = says(**{WAITING: "GPU-0"}), says(**{MEASURING: "a case"})
@@ -59,8 +65,8 @@ def test_a_child_runs_at_least_one_active_step(warmup: int, active: int) -> None
 
 
 def test_the_record_is_the_last_one_printed(tmp_path: Path) -> None:
-    child = start(f"{says(loss=1)}; echo noise; {says(loss=2)}", tmp_path / "log")
-    assert child.record()["loss"] == 2
+    program = f"{reports(loss=1)}; echo noise; {reports(loss=2)}"
+    assert ended(program, tmp_path).details == {"loss": 2}
 
 
 @pytest.mark.slow
@@ -74,45 +80,41 @@ def test_the_log_and_the_terminal_show_a_command_to_paste(
     pasted = subprocess.run(first.removeprefix("$ "), shell=True, capture_output=True, check=True)
     record = json.loads(pasted.stdout)
     assert record["case"]["batch_size"] == 2
-    assert len(record["phase_seconds"]) == 2
+    assert len(record["details"]["phase_seconds"]) == 2
 
 
 def test_pytest_and_xdist_variables_do_not_reach_the_child(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw7")
-    start(f"env; {says(loss=1)}", tmp_path / "log").record()
+    ended(f"env; {reports()}", tmp_path)
     log = (tmp_path / "log").read_text()
     assert "DPBENCH_RECORDS=" in log
     assert "\nPYTEST_" not in log
 
 
-def test_what_a_child_says_of_its_failure_is_the_message(tmp_path: Path) -> None:
-    program = f"{says(error={'kind': 'RuntimeError', 'message': 'no such layer'})}; exit 1"
-    error = fails(program, tmp_path)
-    assert isinstance(error, CaseFailed)
-    assert "no such layer" in str(error)
-
-
-def test_what_a_child_is_not_made_for_is_refused(tmp_path: Path) -> None:
-    program = f"{says(error={'kind': name_of(CaseRefused), 'message': 'BatchNorm'})}; exit 2"
-    error = fails(program, tmp_path)
-    assert isinstance(error, CaseRefused)
-    assert str(error).startswith(f"{CASE.id}: BatchNorm")
-
-
-def test_running_out_of_memory_is_told_with_its_remedy(tmp_path: Path) -> None:
-    program = f"{says(error={'kind': name_of(CaseOutOfMemory), 'message': 'tried 61 GiB'})}; exit 1"
-    error = fails(program, tmp_path)
-    assert isinstance(error, CaseOutOfMemory)
-    assert "tried 61 GiB; use a smaller batch size" in str(error)
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (CaseFailed("no such layer"), "no such layer"),
+        (CaseRefused("BatchNorm"), "BatchNorm"),
+        (CaseOutOfMemory("tried 61 GiB"), "tried 61 GiB; use a smaller batch size"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_the_error_of_a_child_is_that_of_its_outcome(
+    error: InstrumentError, message: str, tmp_path: Path
+) -> None:
+    outcome = ended(f"{reports_error(error)}; exit 1", tmp_path)
+    assert outcome.error == type(error).__name__
+    assert outcome.message.startswith(f"{CASE.id}: {message}")
 
 
 def test_running_out_of_memory_is_recognised_when_the_child_was_killed_meanwhile(
     tmp_path: Path,
 ) -> None:
     program = "echo torch.OutOfMemoryError: CUDA out of memory; exit 9"
-    assert isinstance(fails(program, tmp_path), CaseOutOfMemory)
+    assert ended(program, tmp_path).error == CaseOutOfMemory.__name__
 
 
 @pytest.mark.parametrize(
@@ -127,15 +129,15 @@ def test_running_out_of_memory_is_recognised_when_the_child_was_killed_meanwhile
     ],
 )
 def test_a_crash_is_told_in_words(program: str, words: str, tmp_path: Path) -> None:
-    error = fails(program, tmp_path)
-    assert isinstance(error, CaseFailed)
-    assert words in str(error)
+    outcome = ended(program, tmp_path)
+    assert outcome.error == CaseFailed.__name__
+    assert words in outcome.message
 
 
 def test_the_tail_of_a_failed_case_is_the_end_of_its_log(tmp_path: Path) -> None:
-    record = says(error={"kind": "", "message": ""})
-    error = fails(f"seq 0 99; {record}; exit 1", tmp_path)
-    assert log_tail(error, lines=3).splitlines() == ["97", "98", "99"]
+    outcome = ended("seq 0 99; exit 1", tmp_path)
+    assert outcome.log == str(tmp_path / "log")
+    assert outcome.log_tail.splitlines() == [*map(str, range(80, 100))]
 
 
 def lives(process_id: int) -> bool:
@@ -154,9 +156,9 @@ def test_a_time_out_ends_the_whole_process_group(
     monkeypatch.setattr("dpbench.launch.processes.GRACE_SECONDS", 0.2)
     ignore = "trap '' TERM;" if stubborn else ""
     program = f"{WAITS}; {ignore} sleep 60 & echo $!; {GETS_IT}; wait; sleep 60"
-    error = fails(program, tmp_path, timeout=0.3)
-    assert isinstance(error, CaseTimedOut)
-    assert "within 0.3 s" in str(error)
+    outcome = ended(program, tmp_path, timeout=0.3)
+    assert outcome.error == CaseTimedOut.__name__
+    assert "within 0.3 s" in outcome.message
     grandchild = int((tmp_path / "log").read_text().splitlines()[1])
     deadline = time.monotonic() + 5
     while lives(grandchild) and time.monotonic() < deadline:
@@ -171,40 +173,40 @@ def waits(seconds: float, holder: int, *more: str) -> str:
 
 
 def test_each_process_that_holds_the_gpu_may_take_as_long_as_the_case(tmp_path: Path) -> None:
-    program = "; ".join([waits(0.5, 1), waits(0.5, 2), GETS_IT, "sleep 0.5", says(loss=3)])
-    assert start(program, tmp_path / "log", timeout=0.9).record()["loss"] == 3
+    program = "; ".join([waits(0.5, 1), waits(0.5, 2), GETS_IT, "sleep 0.5", reports()])
+    assert ended(program, tmp_path, timeout=0.9).error is None
 
 
 def test_a_gpu_that_does_not_get_free_is_told_with_who_holds_it(tmp_path: Path) -> None:
-    error = fails(waits(60, os.getpid()), tmp_path, timeout=0.3)
-    assert isinstance(error, GpuBusy)
-    assert f"waited 0.3 s for GPU-0, held by process {os.getpid()} (dpsgd) since" in str(error)
-    assert "end that process, or raise the time-out" in str(error)
+    outcome = ended(waits(60, os.getpid()), tmp_path, timeout=0.3)
+    assert outcome.error == GpuBusy.__name__
+    held = f"waited 0.3 s for GPU-0, held by process {os.getpid()} (dpsgd) since"
+    assert held in outcome.message
+    assert "end that process, or raise the time-out" in outcome.message
 
 
 def test_what_a_trainer_prints_is_no_record(tmp_path: Path) -> None:
-    program = f"printf 'dpbench: {WAITING} '; {says(loss=2)}; echo '{{\"loss\": 3}}'; sleep 0.2"
-    assert start(program, tmp_path / "log").record()["loss"] == 2
+    program = f"printf 'dpbench: {WAITING} '; {reports(loss=2)}; echo '{{\"loss\": 3}}'; sleep 0.2"
+    assert ended(program, tmp_path).details == {"loss": 2}
 
 
 def test_an_error_in_the_log_of_a_case_that_went_well_is_no_failure(tmp_path: Path) -> None:
-    program = f"echo torch.OutOfMemoryError: retrying with less; {says(loss=2)}"
-    assert start(program, tmp_path / "log").record()["loss"] == 2
+    program = f"echo torch.OutOfMemoryError: retrying with less; {reports()}"
+    assert ended(program, tmp_path).error is None
 
 
 def test_what_an_orphan_still_prints_is_not_in_the_next_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("w") as orphan:
-        start(says(loss=2), log).record()
+        start(reports(), log).outcome()
         orphan.write("late\n")
     assert "late" not in log.read_text()
 
 
 def test_a_record_that_lacks_something_fails_its_case_only(tmp_path: Path) -> None:
-    child = start(says(loss=2), tmp_path / "log")
-    child.read = lambda process: process.record()["rows"]
-    with pytest.raises(CaseFailed, match=r"record cannot be read \(KeyError: 'rows'\)"):
-        child.rows()
+    outcome = ended(says(loss=2), tmp_path)
+    assert outcome.error == CaseFailed.__name__
+    assert "outcome cannot be read (ValidationError: " in outcome.message
 
 
 def test_cancelling_ends_a_child_at_once(tmp_path: Path) -> None:
@@ -216,14 +218,14 @@ def test_cancelling_ends_a_child_at_once(tmp_path: Path) -> None:
 
 def test_what_a_child_printed_last_is_said_if_it_could_not_say_more(tmp_path: Path) -> None:
     program = "echo first; echo ImportError: cannot import name; echo; exit 1"
-    assert str(fails(program, tmp_path)).startswith(
+    assert ended(program, tmp_path).message.startswith(
         f"{CASE.id}: the process ended with exit code 1: ImportError: cannot import name"
     )
 
 
 def test_a_log_that_cannot_be_written_is_not_kept(tmp_path: Path) -> None:
     (tmp_path / "reports").touch()  # a file where a folder would be
-    child = start(says(loss=1), tmp_path / "reports" / "tiny-fp32" / "log")
-    assert child.record()["loss"] == 1
+    child = start(reports(), tmp_path / "reports" / "tiny-fp32" / "log")
+    assert child.outcome().error is None
     child.cancel()
     assert not child.log.exists()

@@ -16,8 +16,8 @@ import pytest
 from opacus import PrivacyEngine
 
 from dpbench import Case
-from dpbench.child.failures import CaseFailed, CaseTimedOut, InstrumentError
 from dpbench.child.messages import Steps
+from dpbench.core.errors import CaseFailed, CaseTimedOut, InstrumentError
 from dpbench.core.registry import TRAINERS
 from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.timing import Timing
@@ -79,7 +79,7 @@ def ended(process: CaseProcess) -> CaseProcess:
 def test_a_fork_measures_a_case_as_a_new_process_does(server: ForkServer, tmp_path: Path) -> None:
     running = timing(tmp_path).start(case_of())
     forks = isinstance(running.group.process, ForkedProcess)
-    rows = running.rows()
+    rows = running.outcome().rows
     ended(running)
     assert forks
     assert {row.metric for row in rows} == {"step_time_seconds", "samples_per_second"}
@@ -207,7 +207,7 @@ def test_without_its_server_a_case_has_a_new_process(server: ForkServer, tmp_pat
     forked = timing(tmp_path).start(case_of())
     assert isinstance(forked.group.process, ForkedProcess)
     os.kill(server.process.pid, signal.SIGKILL)
-    assert forked.rows()  # which has a process of its own
+    assert forked.outcome().rows  # which has a process of its own
     assert is_gone(ended(forked).group.process.pid)
     running = timing(tmp_path).start(case_of())
     assert isinstance(ended(running).group.process, subprocess.Popen)

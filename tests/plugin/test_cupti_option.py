@@ -15,7 +15,9 @@ from tests.programs import program
 COUNTING = """
 import pathlib, sys
 from dpbench.child.task import Task
-from dpbench.child.messages import report_result
+from dpbench.child.messages import report
+from dpbench.instruments.cupti.recorder import cupti_rows
+from dpbench.results.outcome import Outcome
 
 task = Task.read(pathlib.Path(sys.argv[-1]))
 case, is_cupti = task.case, task.instrument.name == "cupti"
@@ -26,11 +28,12 @@ if not is_cupti:
 read = {"standard": 4e9, "dpsgd": 10e9}[case.trainer]
 forward = {"dram_read_bytes": read, "dram_write_bytes": 1e9, "global_load_bytes": 2 * read}
 forward |= {"gpu_busy_cycles": 9.0, "gpu_elapsed_cycles": 10.0, "range_time_seconds": 0.5}
-report_result(
-    case=vars(case), device="NVIDIA H200", torch="2.11", cupti="13.0", chip="GH100", passes=1,
+rows = cupti_rows(case, dict(
+    device="NVIDIA H200", torch="2.11", cupti="13.0", chip="GH100", passes=1,
     phase_seconds=[{"forward": 0.5}, {"forward": 0.5}], peak_memory_bytes=3e9,
     counted=[{"forward": forward}, {"step": forward}],
-)
+))
+report(Outcome(case, tuple(rows)))
 """
 
 SUITE = """

@@ -1,4 +1,4 @@
-"""How many files a reader must open to follow a limit from its option to the test that it judges."""
+"""How many files a reader must open to follow a limit from its option to the judgement."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ sys.exit(code)
 """
 
 
-def test_a_limit_enters_few_files_from_its_option_to_the_test_that_it_judges(
+def test_a_limit_enters_few_files_from_its_option_to_the_judgement(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pandas as pd
@@ -10,7 +9,8 @@ import pytest
 
 from dpbench.core.case import Case
 from dpbench.instruments.logical.logical import Logical
-from dpbench.results.rows import STEP, Measurement
+from dpbench.results.rows import STEP
+from dpbench.results.run import Run
 from dpbench.results.summary import summary, to_frame
 from dpbench.show.tables import tables
 
@@ -21,9 +21,9 @@ CASE = Case("standard", batch_size=8, seq_len=256)
 @pytest.fixture(scope="module")
 def both() -> pd.DataFrame:
     """The rows of one case from both instruments."""
-    saved = json.loads(BY_BOTH.read_text(encoding="utf-8"))["rows"]
-    measured = [row for row in map(Measurement.from_row, saved) if row.case == CASE]
-    return to_frame([*measured, *Logical().measure(CASE)])
+    run = Run.load(BY_BOTH)
+    measured = [row for outcome in run.outcomes for row in outcome.rows if row.case == CASE]
+    return to_frame([*measured, *Logical().measure(CASE).rows])
 
 
 def test_hardware_moves_what_an_unfused_step_moves_once_and_little_more(both: pd.DataFrame) -> None:

@@ -37,7 +37,7 @@ from dpbench.results.gate import Gate, Limit
 from dpbench.results.outcome import Outcome
 from dpbench.results.schema import check_rows
 from dpbench.results.run import Run
-from dpbench.results.rows import Measurement, as_rows
+from dpbench.results.rows import Measurement
 from dpbench.results.roofline import time_breakdown, additional
 from dpbench.results.roofline import find_ceilings
 from dpbench.show.tables import tables

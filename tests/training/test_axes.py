@@ -190,7 +190,7 @@ def test_checkpointing_keeps_less_and_computes_the_blocks_again() -> None:
 @pytest.mark.usefixtures("capsys")
 def test_fp16_steps_count_only_if_the_scaler_skips_none(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("standard", 4, 8, "50x16x1x2", precision="fp16-amp")
-    assert run_case(case, TimingRecorder(2), device="cpu", warmup=1, active=2)["loss"] > 0
+    assert run_case(case, TimingRecorder(2), device="cpu", warmup=1, active=2).details["loss"] > 0
     scaler = partial(torch.amp.GradScaler, init_scale=2.0**40, growth_interval=1)
     monkeypatch.setattr(torch.amp, "GradScaler", scaler)
     with pytest.raises(ConfigurationError, match="the GradScaler skipped a counted step"):

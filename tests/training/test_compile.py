@@ -10,9 +10,8 @@ import torch
 
 from dpbench.child.build import build
 from dpbench.child.case import run_case
-from dpbench.child.failures import CaseFailed
 from dpbench.core.case import Case
-from dpbench.core.errors import ConfigurationError
+from dpbench.core.errors import CaseFailed, ConfigurationError
 from dpbench.core.registry import TRAINERS
 from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.timing import TimingRecorder
@@ -59,8 +58,8 @@ def test_so_do_steps_that_inductor_compiles(trainer: str) -> None:
 )
 def test_nothing_is_compiled_in_steps_that_count(axes: dict[str, Any]) -> None:
     case = compiled("standard", **axes)
-    record = run_case(case, TimingRecorder(3), device="cpu", warmup=1, active=3)
-    assert len(record["phase_seconds"]) == 3
+    outcome = run_case(case, TimingRecorder(3), device="cpu", warmup=1, active=3)
+    assert len(outcome.details["phase_seconds"]) == 3
 
 
 @pytest.mark.usefixtures("without_inductor")

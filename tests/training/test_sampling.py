@@ -19,7 +19,7 @@ from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.registry import TRAINERS
 from dpbench.instruments.logical.logical import Logical
-from dpbench.instruments.timing import TimingRecorder, timing_rows
+from dpbench.instruments.timing import TimingRecorder
 from dpbench.training.base import Batch, TrainerBase
 from dpbench.training.standard import StandardTrainer
 from dpbench.workloads.base import examples_in, part_sizes, parts_of
@@ -123,13 +123,13 @@ def test_each_size_is_trained_once_before_it_counts(monkeypatch: pytest.MonkeyPa
 
 def test_the_rate_is_that_of_all_steps() -> None:
     case = poisson("standard")
-    record = run_case(case, TimingRecorder(5), device="cpu", warmup=1)
-    [rate] = [r.value for r in timing_rows(case, record) if r.metric == "samples_per_second"]
-    seconds = sum(sum(step.values()) for step in record["phase_seconds"])
+    outcome = run_case(case, TimingRecorder(5), device="cpu", warmup=1)
+    [rate] = [r.value for r in outcome.rows if r.metric == "samples_per_second"]
+    seconds = sum(sum(step.values()) for step in outcome.details["phase_seconds"])
     assert rate == pytest.approx(sum(batch_sizes(case, 5)) / seconds)
-    assert record["about"] == [
-        "batches have 4, 2, 3, 7, 5 examples, on average 4.2; the expected number is 4"
-    ]
+    assert outcome.notes == (
+        "batches have 4, 2, 3, 7, 5 examples, on average 4.2; the expected number is 4",
+    )
 
 
 def test_a_step_is_counted_for_each_size() -> None:

@@ -19,19 +19,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dpbench
 from dpbench import Batch, Workload
 from dpbench.child.build import build, pick_device
-from dpbench.child.messages import RECORDS, read_records, result_of
+from dpbench.child.messages import RECORDS, reported
 from dpbench.child.task import Task
 from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.registry import resolve
 from dpbench.instruments.interface import Instrument
+from dpbench.launch.case_process import PendingMeasurement
 from dpbench.launch.fork_server import COMMAND, environment_of_cases, fork
-from dpbench.launch.pending import PendingMeasurement
+from dpbench.results.outcome import Outcome
 from dpbench.training import clipped_sums
 from dpbench.training.fused import FusedTrainer
 from dpbench.verify.reference import distances
 from dpbench.verify.trained_model import TrainedModel
-from dpbench.verify.trainer_checks import verify_here
+from dpbench.verify.trainer_checks import verification_of, verify_here
 from dpbench.verify.verification import STEPS
 
 CPU = pick_device("cpu")
@@ -88,6 +89,7 @@ class Verified(Instrument):
     by_rank: ClassVar[bool] = True
     pairs: str = dpbench.option("written TRAINER@PARALLEL, or with @OPTIMIZER", "", metavar="PAIRS")
     counted: str = dpbench.option("those of which a step is counted", "", metavar="PAIRS")
+    layer: bool = dpbench.option("also verify them on a linear layer", False)
 
     @classmethod
     def measures(cls, subject: str) -> bool:
@@ -96,17 +98,20 @@ class Verified(Instrument):
     def start(self, case: Case) -> PendingMeasurement:
         raise NotImplementedError
 
-    def record_case(self, case: Case) -> dict[str, Any]:
+    def record_case(self, case: Case) -> Outcome:
         wrong = {pair: self.wrong(case, *pair.split("@")) for pair in self.pairs.split()}
         counts = {pair: second_step(case, *pair.split("@")) for pair in self.counted.split()}
-        return {"wrong": wrong, "counts": counts}
+        return Outcome(case, (), details={"wrong": wrong, "counts": counts})
 
     def wrong(self, case: Case, trainer: str, parallel: str, optimizer: str = "sgd") -> Wrong:
         case = resolve(replace(case, trainer=trainer, parallel=parallel, optimizer=optimizer))
         try:
             if trainer == "standard":
                 return unclipped(case)
-            checks = verify_here(case, "cpu")
+            if self.layer:
+                checks = verify_here(case, "cpu")
+            else:
+                checks = [*verification_of(case, CPU).checks(())]
             return {check.name: [*check.wrong] for check in checks if not check.passed}
         except ConfigurationError as error:
             return {"refused": [str(error)]}
@@ -185,11 +190,15 @@ def run(words: list[str], folder: Path) -> tuple[int, str]:
     return code, log.read_text()
 
 
-def over_ranks(pairs: list[str], counted: list[str], ranks: int, folder: Path) -> dict[str, Any]:
+def over_ranks(
+    pairs: list[str], counted: list[str], ranks: int, folder: Path, *, layer: bool = False
+) -> dict[str, Any]:
     """Verify ``pairs``, each ``TRAINER@PARALLEL``; return ``wrong``, and ``counts`` of others."""
     workload, gpus = f"{__name__}:{Small.__name__}", {"parallel": "ddp", "gpus": ranks}
     case = Case("standard", 4 * ranks, workload=workload, micro_batches=2, **gpus)  # type: ignore[arg-type]
-    Task(case, Verified(" ".join(pairs), " ".join(counted))).write(folder / "task.json")
+    Task(case, Verified(" ".join(pairs), " ".join(counted), layer)).write(folder / "task.json")
     code, text = run(["step", "--task", str(folder / "task.json")], folder)
     assert code == 0, text
-    return result_of(read_records(folder / "records"))
+    outcome = reported(folder / "records")
+    assert outcome
+    return dict(outcome.details)

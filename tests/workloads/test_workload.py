@@ -15,11 +15,10 @@ from torch._subclasses import fake_tensor
 from dpbench import TRAINERS, WORKLOADS
 from dpbench.advice.footprint import footprints
 from dpbench.child.build import build, smoke_test
-from dpbench.child.failures import CaseRefused
 from dpbench.child.task import Task
 from dpbench.commands.cli import main
 from dpbench.core.case import Case
-from dpbench.core.errors import ConfigurationError
+from dpbench.core.errors import CaseRefused, ConfigurationError
 from dpbench.core.grid import Grid
 from dpbench.core.registry import resolve
 from dpbench.instruments.logical.logical import Logical

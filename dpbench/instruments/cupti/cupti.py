@@ -5,7 +5,6 @@ CUPTI reads hardware counters in the process that trains, so no other process is
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -15,8 +14,6 @@ from dpbench.core.subject import Subject
 from dpbench.instruments.counters import CounterOptions
 from dpbench.instruments.cupti import NAME
 from dpbench.instruments.in_process import InProcessInstrument
-from dpbench.launch.case_process import CaseProcess
-from dpbench.results.rows import Measurement
 
 if TYPE_CHECKING:
     from dpbench.instruments.cupti.recorder import CuptiRecorder
@@ -46,16 +43,7 @@ class Cupti(InProcessInstrument):
     def recorder(self, case: Subject, steps: int | None = None) -> CuptiRecorder:
         from dpbench.instruments.cupti.recorder import CuptiRecorder  # slow to import
 
+        if isinstance(case, Case):
+            alike = case.sampling == "fixed"
+            return CuptiRecorder(self.steps.active, self.names or None, alike=alike)
         return CuptiRecorder() if steps is None else CuptiRecorder(steps)
-
-    def case_recorder(self, case: Case) -> CuptiRecorder:
-        from dpbench.instruments.cupti.recorder import CuptiRecorder
-
-        return CuptiRecorder(self.steps.active, self.names or None, alike=case.sampling == "fixed")
-
-    def rows_of(self, process: CaseProcess, record: dict[str, Any]) -> Iterable[Measurement]:
-        """Return step time and peak memory, and each counted metric by phase and step."""
-        from dpbench.instruments.cupti.recorder import cupti_rows
-
-        process.notes = [*dict.fromkeys((*process.notes, *record.get("notes", ())))]
-        return cupti_rows(process.case, record)

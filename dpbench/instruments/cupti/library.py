@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from dpbench.child.failures import InstrumentError
+from dpbench.core.errors import InstrumentError
 from dpbench.instruments.counters import (
     CountersBusy,
     CountersForbidden,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import count
 from typing import Any
 
-from dpbench.child.failures import InstrumentError
-from dpbench.child.recorder import Recorder, whole_steps
+from dpbench.child.recorder import Recorder, device_and_torch, on_cuda, whole_steps
+from dpbench.core.errors import InstrumentError
 from dpbench.core.metrics import unit
 from dpbench.core.subject import Subject
 from dpbench.instruments.cupti import NAME
@@ -67,40 +67,39 @@ class CuptiRecorder(Recorder):
             self.wanted = timed + self._counter.steps
         super().start_step()
 
-    def record(self, case: Subject) -> dict[str, Any]:
-        """Return the record of the timed steps and, if steps were counted, of these steps.
+    def details(self) -> dict[str, Any]:
+        """Return the details of the timed steps and, if steps were counted, of these steps.
 
         The keys ``cupti`` (version of libcupti), ``chip``, ``passes``, ``counters`` (of each
-        metric), ``counted`` (the result of `StepCounter.rounds`) and ``notes`` describe the
-        counted steps.
+        metric) and ``counted`` (the result of `StepCounter.rounds`) describe the counted steps.
         """
         self.timing.wait = self.wait
-        record = self.timing.record(case) | {"cupti": "", "counted": []}
+        details = self.timing.details() | {"cupti": "", "counted": []}
         if counter := self._counter:
-            record |= {
+            details |= {
                 "cupti": "{}.{}".format(*self._target.library.cuda_version),
                 "chip": counter.chip.name,
                 "passes": counter.passes,
                 "counters": {metric.name: metric.counters for metric in counter.metrics},
                 "counted": counter.rounds(),
-                "notes": self.notes,
             }
-        return record
+        return details
 
     def rows(self, case: Subject) -> list[Measurement]:
-        record = self.record(case)
-        if record["device"] == "cpu":
+        if not on_cuda():
             raise InstrumentError("cupti counts work of a GPU, but the steps ran on the CPU")
-        return list(cupti_rows(case, record))
+        return list(cupti_rows(case, {**device_and_torch(), **self.details()}, self.sizes))
 
 
-def cupti_rows(case: Subject, record: Mapping[str, Any]) -> Iterator[Measurement]:
+def cupti_rows(
+    case: Subject, details: Mapping[str, Any], sizes: Sequence[int] = ()
+) -> Iterator[Measurement]:
     """Yield the rows of the timed steps and of the counted steps."""
-    device, tool = record["device"], f"cupti {record['cupti']}, torch {record['torch']}"
-    for row in timing_rows(case, dict(record)):
+    device, tool = details["device"], f"cupti {details['cupti']}, torch {details['torch']}"
+    for row in timing_rows(case, details, sizes):
         yield replace(row, instrument=NAME, tool=tool)
     repeats = {True: count(), False: count()}  # True for whole steps, False for steps by phase
-    for step in record["counted"]:
+    for step in details["counted"]:
         where = (next(repeats[STEP in step]), device, tool)
         for phase, values in step.items():
             for metric, value in values.items():

@@ -13,9 +13,8 @@ import torch
 from torch._subclasses import fake_tensor
 
 from dpbench.child.build import about_sizes, build, labels_of
-from dpbench.child.failures import CaseFailed
 from dpbench.core.case import Case
-from dpbench.core.errors import DpbenchError, own_line
+from dpbench.core.errors import CaseFailed, DpbenchError, own_line
 from dpbench.instruments.logical.as_on_cuda import untraced
 from dpbench.instruments.logical.counter import OperatorCounter, logical_rows, without_data
 from dpbench.instruments.logical.one_rank import fake_process_group

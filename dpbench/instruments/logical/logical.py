@@ -16,7 +16,7 @@ import faulthandler
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from dpbench.child.recorder import Recorder
 from dpbench.child.task import Task
@@ -26,11 +26,9 @@ from dpbench.core.settings import Settings
 from dpbench.core.subject import Subject
 from dpbench.instruments.interface import Instrument
 from dpbench.instruments.logical.recorder import LogicalRecorder
-from dpbench.launch.case_process import CaseProcess
+from dpbench.launch.case_process import CaseProcess, PendingMeasurement
 from dpbench.launch.fork_server import fork_server
-from dpbench.launch.pending import PendingMeasurement
 from dpbench.results.outcome import Outcome
-from dpbench.results.rows import Measurement
 
 
 @dataclass(frozen=True)
@@ -83,17 +81,14 @@ class Logical(Instrument):
             return Counting(self, case)
         directory = None if is_builtin(case) else self.directory
         log = directory and (directory / case.report_path).with_suffix(".logical.log")
-        return CaseProcess(Task(case, self), log=log, timeout=self.timeout, read=_read_outcome)
+        return CaseProcess(Task(case, self), log=log, timeout=self.timeout)
 
     def recorder(self, case: Subject, steps: int | None = None) -> Recorder:
         return LogicalRecorder(steps)
 
-    def check_script(self) -> None:
-        """Do nothing, because counting a script writes no files."""
-
-    def record_case(self, case: Case) -> dict[str, Any]:
+    def record_case(self, case: Case) -> Outcome:
         faulthandler.enable(2)  # after a crash, the log contains a stack
-        return self.count(case).as_json()
+        return self.count(case)
 
     def count(self, case: Case) -> Outcome:
         """Count a case in this process."""
@@ -104,16 +99,13 @@ class Logical(Instrument):
 
 @dataclass(eq=False)
 class Counting(PendingMeasurement):
-    """A measurement of a case in this process. `rows` counts the case."""
+    """A measurement of a case in this process. `outcome` counts the case."""
 
     instrument: Logical
     case: Case
 
-    def rows(self) -> list[Measurement]:
-        counted = self.instrument.count(self.case)
-        self.operators, self.notes = counted.operators, counted.notes
-        self.labels = counted.labels
-        return list(counted.rows)
+    def outcome(self) -> Outcome:
+        return self.instrument.count(self.case)
 
 
 def _in_process_group() -> bool:
@@ -121,9 +113,3 @@ def _in_process_group() -> bool:
     torch = sys.modules.get("torch")
     distributed = torch and torch.distributed
     return bool(distributed and distributed.is_available() and distributed.is_initialized())
-
-
-def _read_outcome(child: CaseProcess) -> list[Measurement]:
-    counted = Outcome.from_json(child.record())
-    child.operators, child.notes = counted.operators, counted.notes
-    return list(counted.rows)

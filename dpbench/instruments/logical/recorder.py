@@ -12,8 +12,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from dpbench.child.failures import InstrumentError
 from dpbench.child.recorder import Recorder, on_cuda
+from dpbench.core.errors import InstrumentError
 from dpbench.core.subject import Subject
 from dpbench.results.kernels import STEP_LOST, OperatorCount
 from dpbench.results.rows import Measurement

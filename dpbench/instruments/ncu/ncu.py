@@ -12,21 +12,19 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from dpbench.child.failures import CaseFailed, InstrumentError
 from dpbench.child.messages import NVTX_DOMAIN, Steps
 from dpbench.child.recorder import Recorder
 from dpbench.child.task import OF_PARENT
 from dpbench.core import gpu
-from dpbench.core.case import Case
-from dpbench.core.errors import ConfigurationError
+from dpbench.core.errors import CaseFailed, ConfigurationError, InstrumentError
 from dpbench.core.metrics import Metric
 from dpbench.core.settings import Settings
-from dpbench.core.subject import Subject
+from dpbench.core.subject import Script, Subject
 from dpbench.instruments.counters import (
     CounterOptions,
     CountersBusy,
@@ -47,10 +45,10 @@ from dpbench.instruments.ncu.report import (
     read_kernels,
     write_description,
 )
-from dpbench.launch.case_process import CaseProcess, log_lines
+from dpbench.launch.case_process import log_lines
 from dpbench.launch.processes import new_process, version_of
 from dpbench.results.kernels import fold, kernel_rows
-from dpbench.results.rows import Measurement
+from dpbench.results.outcome import Outcome
 
 
 class NcuNotFound(InstrumentError):
@@ -125,9 +123,6 @@ class Ncu(InProcessInstrument):
             )
         super().check()
 
-    def check_script(self) -> None:
-        self.check()
-
     @property
     def versions(self) -> Mapping[str, str]:
         return {"ncu": version_of(self.path)}
@@ -139,12 +134,11 @@ class Ncu(InProcessInstrument):
     def log(self, case: Subject) -> Path:
         return self.report(case).with_suffix(".log")
 
-    def profiler_command(self, case: Subject, *more: str) -> list[str]:
-        """Return the command line of ncu.
-
-        ncu profiles each range that matches one of the NVTX filters. ``more`` are additional
-        arguments.
-        """
+    def profiler_command(self, case: Subject) -> list[str]:
+        """Return the command line of ncu, which profiles each range that an NVTX filter matches."""
+        report = self.report(case)
+        report.parent.mkdir(parents=True, exist_ok=True)
+        report.unlink(missing_ok=True)  # never read the report of an earlier run
         steps = range(self.steps.active)
         chosen = [f"{NVTX_DOMAIN}@{step}.{phase}" for step in steps for phase in self.phases]
         return [
@@ -161,60 +155,47 @@ class Ncu(InProcessInstrument):
                 for text in ("--nvtx-include", each)
             ),
             *("--metrics", ",".join(counters(self.metrics))),
-            *more,
+            *(("--log-file", str(self.log(case))) if isinstance(case, Script) else ()),
             "--force-overwrite",
-            *("--export", str(self.report(case))),
+            *("--export", str(report)),
         ]
-
-    def start(self, case: Case) -> CaseProcess:
-        self.report(case).unlink(missing_ok=True)  # never read the report of an earlier run
-        return super().start(case)
-
-    def read(self, process: CaseProcess) -> list[Measurement]:
-        """Wait for the process to end, and return the rows of its report."""
-        return self.rows(process.case, self.record_of(process), process.log)
-
-    def record_of(self, process: CaseProcess) -> dict[str, Any]:
-        """Wait for the process to end, and return its record.
-
-        Raises:
-            InstrumentError: ncu printed an error.
-        """
-        try:
-            return process.record()
-        except CaseFailed as error:
-            raise self.profiler_error(process.case) or error from None
 
     def recorder(self, case: Subject, steps: int | None = None) -> Recorder:
         from dpbench.instruments.ncu.recorder import NvtxRecorder
 
         return NvtxRecorder(steps)
 
-    def before_script(self, case: Subject) -> list[str]:
-        report = self.report(case)
-        report.parent.mkdir(parents=True, exist_ok=True)
-        report.unlink(missing_ok=True)
-        return self.profiler_command(case, "--log-file", str(self.log(case)))
-
-    def script_rows(self, case: Subject, record: Mapping[str, Any]) -> list[Measurement]:
-        rows = self.rows(case, record, self.log(case))
-        return [row for row in rows if row.repeat < record["observed"]]  # completed steps only
-
-    def profiler_error(self, case: Subject) -> InstrumentError | None:
-        """Return the error that ncu printed, or None if the process failed by itself.
+    def read_report(self, outcome: Outcome) -> Outcome:
+        """Return the outcome with the rows of completed steps, or with the error that ncu printed.
 
         The line "No ranges were profiled" is ignored, because ncu prints it after every failure.
         """
-        said = diagnose(case, self.log(case))
-        return None if isinstance(said, NothingProfiled) else said
+        observed = outcome.details.get("observed", 0)
+        if outcome.error == CaseFailed.__name__ and not observed:
+            said = diagnose(outcome.case, self.log(outcome.case))
+            if said and not isinstance(said, NothingProfiled):
+                return outcome.with_error(said)
+        if outcome.error and not observed:
+            return outcome
+        try:
+            return self.with_numbers(outcome)
+        except InstrumentError as error:
+            return outcome if outcome.error else outcome.with_error(error)
 
-    def describe_report(self, case: Subject, log: Path) -> Path:
+    def with_numbers(self, outcome: Outcome) -> Outcome:
+        """Return the outcome with the rows of the report."""
+        report, tool = self.describe_report(outcome.case), self.tool(outcome)
+        rows = read(report, outcome.case, self.metrics, tool=tool)
+        completed = [row for row in rows if row.repeat < outcome.details["observed"]]
+        return replace(outcome, rows=tuple(completed))
+
+    def describe_report(self, case: Subject) -> Path:
         """Write the description of the report, and return the path of the report.
 
         Raises:
             InstrumentError: ncu wrote no report.
         """
-        report = self.report(case)
+        report, log = self.report(case), self.log(case)
         if not report.exists():
             message = f"{case.id}: ncu wrote no report"
             raise diagnose(case, log) or NothingProfiled(message, log=log)
@@ -226,13 +207,9 @@ class Ncu(InProcessInstrument):
         write_description(report, case, {"instrument": self.name, **described})
         return report
 
-    def rows(self, case: Subject, record: Mapping[str, Any], log: Path) -> list[Measurement]:
-        """Return the rows of the report. ``record`` is the record of the measured process."""
-        return read(self.describe_report(case, log), case, self.metrics, tool=self.tool(record))
-
-    def tool(self, record: Mapping[str, Any]) -> str:
+    def tool(self, outcome: Outcome) -> str:
         """Return the versions of ncu and torch, for the column ``tool``."""
-        return f"ncu {version_of(self.path)}, torch {record['torch']}"
+        return f"ncu {version_of(self.path)}, torch {outcome.details['torch']}"
 
 
 @dataclass(frozen=True)
@@ -255,11 +232,10 @@ class NcuKernels(Ncu):
         }
         return super().from_settings(settings, **own | chosen)
 
-    def read(self, process: CaseProcess) -> list[Measurement]:
-        case = process.case
+    def with_numbers(self, outcome: Outcome) -> Outcome:
+        case = outcome.case
         try:
-            record = self.record_of(process)
-            path = self.describe_report(case, process.log)
+            path = self.describe_report(case)
             # Use a new process, because NVIDIA's library never frees the 0.35 MB that it allocates
             # per kernel. For a step of the 1b model, the library allocates 2 GB.
             with new_process() as reader:
@@ -267,12 +243,10 @@ class NcuKernels(Ncu):
         except (NothingProfiled, ReportUnreadable):
             if not self.nothing_to_profile(case):
                 raise
-            process.notes = (f"no kernel ran in {', '.join(self.phases)}",)
-            return []
-        process.kernels = fold(report.launches)
-        tool = self.tool(record)
-        counts, whole = process.kernels, not self.phases
-        return kernel_rows(case, self.name, counts, report.device, tool, whole=whole)
+            return replace(outcome, notes=(f"no kernel ran in {', '.join(self.phases)}",))
+        counts, whole, tool = fold(report.launches), not self.phases, self.tool(outcome)
+        rows = kernel_rows(case, self.name, counts, report.device, tool, whole=whole)
+        return replace(outcome, rows=tuple(rows), kernels=counts)
 
     def nothing_to_profile(self, case: Subject) -> bool:
         """Return True if the instrument `Ncu` found no kernel in the chosen phases.

@@ -67,6 +67,3 @@ class NvtxRecorder(Recorder):
 
     def rows(self, case: Subject) -> list[Measurement]:
         return []
-
-    def record(self, case: Subject) -> dict[str, Any]:
-        return {}

@@ -16,10 +16,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from dpbench.child.failures import InstrumentError
 from dpbench.child.messages import NVTX_DOMAIN, NVTX_END
 from dpbench.core.case import ALL_PHASES, OUTSIDE
-from dpbench.core.errors import ConfigurationError
+from dpbench.core.errors import ConfigurationError, InstrumentError
 from dpbench.core.files import write_text
 from dpbench.core.gpu import chip_of
 from dpbench.core.metrics import Counters, Metric

@@ -10,20 +10,19 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from dpbench.child.failures import InstrumentError
 from dpbench.child.recorder import Recorder
-from dpbench.core.case import Case
+from dpbench.core.errors import InstrumentError
 from dpbench.core.metrics import unit
 from dpbench.core.settings import Settings
 from dpbench.core.subject import Subject
 from dpbench.instruments.in_process import InProcessInstrument
-from dpbench.launch.case_process import CaseProcess
 from dpbench.launch.processes import run, version_of
+from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement
 
 if TYPE_CHECKING:
@@ -101,6 +100,8 @@ class Nsys(InProcessInstrument):
 
         nsys records only between ``cudaProfilerStart`` and ``cudaProfilerStop``.
         """
+        for suffix in (REPORT, EXPORTED):
+            self.report(case).with_suffix(suffix).unlink(missing_ok=True)
         return [
             *(self.path, "profile"),
             "--trace=cuda,nvtx",  # also tracing osrt can make a report gigabytes large
@@ -111,32 +112,29 @@ class Nsys(InProcessInstrument):
             f"--output={str(self.report(case)).replace('%', '%%')}",
         ]
 
-    def start(self, case: Case) -> CaseProcess:
-        for suffix in (REPORT, EXPORTED):
-            self.report(case).with_suffix(suffix).unlink(missing_ok=True)
-        return super().start(case)
+    def read_report(self, outcome: Outcome) -> Outcome:
+        """Return the outcome with time, busy time and launches by phase and step."""
+        from dpbench.instruments.nsys.timeline import NothingTraced, read_timeline  # imports numpy
 
-    def read(self, process: CaseProcess) -> list[Measurement]:
-        """Wait for the process, and return time, busy time and launches by phase and step."""
-        from dpbench.instruments.nsys.timeline import NothingTraced, read_timeline  # imports pandas
-
-        case, report = process.case, self.report(process.case)
-        record, target = process.record(), report.with_suffix(EXPORTED)
+        if outcome.error:
+            return outcome
+        case, details, report = outcome.case, outcome.details, self.report(outcome.case)
+        target = report.with_suffix(EXPORTED)
         if not report.exists():
             raise NothingTraced(f"{case.id}: nsys wrote no report")
         export_to_sqlite(self.path, report, target, timeout=self.timeout)
         timeline = read_timeline(target)
         if not any(each.phase == STEP for each in timeline.ranges):
             raise NothingTraced(f"{case.id}: {target} contains no step that dpbench marked")
-        tool = f"nsys {version_of(self.path)}, torch {record['torch']}"
-        before = record["untraced_seconds"]
+        tool = f"nsys {version_of(self.path)}, torch {details['torch']}"
+        before = details["untraced_seconds"]
         traced = median((each.end - each.start) / 1e9 for each in timeline.whole_steps)
         slowed = (
             f"a step took {traced * 1e3:.1f} ms while nsys recorded, and {before * 1e3:.1f} ms "
             f"before"
         )
-        process.notes = (*process.notes, slowed, f"dpbench show {target}")
-        return list(timeline_rows(case, timeline, record["device"], tool))
+        rows = tuple(timeline_rows(case, timeline, details["device"], tool))
+        return replace(outcome, rows=rows, notes=(*outcome.notes, slowed, f"dpbench show {target}"))
 
 
 def timeline_of(path: Path) -> tuple[Timeline, dict[str, str]]:

@@ -24,8 +24,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dpbench.child.failures import InstrumentError
 from dpbench.child.messages import NVTX_DOMAIN
+from dpbench.core.errors import InstrumentError
 from dpbench.results.rows import STEP
 
 START_END_RANGE = 60

@@ -27,8 +27,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from dpbench.child.failures import InstrumentError
 from dpbench.core.case import OUTSIDE
+from dpbench.core.errors import InstrumentError
 from dpbench.core.files import check_writable
 from dpbench.core.metrics import METRICS, OTHER_COPIES, unit
 from dpbench.core.subject import Subject

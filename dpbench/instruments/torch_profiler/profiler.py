@@ -8,7 +8,7 @@ memsets in kernel replay.
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Self
 from dpbench.child.messages import Schedule, Steps
 from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.files import check_writable
 from dpbench.core.settings import Settings, option
 from dpbench.core.subject import Subject
 from dpbench.instruments.in_process import InProcessInstrument
@@ -84,21 +83,11 @@ class TorchProfiler(InProcessInstrument):
         if find_spec("tensorboard") is None:
             print("dpbench: no TensorBoard log: pip install tensorboard", file=sys.stderr)
 
-    def check_script(self) -> None:
-        check_writable(self.directory)
-
     def log(self, case: Subject) -> Path:
         return self.directory / case.file_name / "step.log"
 
     def recorder(self, case: Subject, steps: int | None = None) -> ProfileRecorder:
         folder = own_folder(self.directory / case.file_name)
+        if isinstance(case, Case):
+            return ScheduledRecorder(folder, self.schedule, threshold=self.threshold)
         return ProfileRecorder(folder, steps, threshold=self.threshold)
-
-    def record_case(self, case: Case) -> dict[str, Any]:
-        from dpbench.child.case import run_case
-
-        folder = own_folder(self.directory / case.file_name)
-        recorder = ScheduledRecorder(folder, self.schedule, threshold=self.threshold)
-        record = run_case(case, recorder, device=self.device, **asdict(self.steps))
-        # Reading the traces is slow, so it happens after `run_case` has released the GPU.
-        return record | {"outcome": recorder.outcome(case).as_json()}

@@ -12,9 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from dpbench.child.failures import InstrumentError
 from dpbench.child.messages import Schedule
 from dpbench.child.recorder import NullListener, Recorder, device_and_torch, on_cuda
+from dpbench.core.errors import InstrumentError
 from dpbench.core.subject import Subject
 from dpbench.instruments.torch_profiler import profile_folder
 from dpbench.results.rows import Measurement
@@ -146,5 +146,5 @@ class ScheduledRecorder(ProfileRecorder):
         if self.observed >= self.schedule.steps:
             self.close()  # the profiler must not run during the snapshot
 
-    def record(self, case: Subject) -> dict[str, Any]:
+    def details(self) -> dict[str, Any]:
         return {"schedule": asdict(self.schedule)}

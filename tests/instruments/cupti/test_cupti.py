@@ -13,10 +13,10 @@ import pytest
 from dpbench import Case, CaseReport
 from dpbench.child import recorder as recorders
 from dpbench.child.case import run_case
-from dpbench.child.failures import CaseFailed, InstrumentError
 from dpbench.child.messages import Steps
 from dpbench.child.task import Task
 from dpbench.commands.cli import main
+from dpbench.core.errors import CaseFailed, InstrumentError, as_instrument_error
 from dpbench.core.settings import Settings
 from dpbench.instruments import choose
 from dpbench.instruments.counters import CountersForbidden
@@ -24,11 +24,11 @@ from dpbench.instruments.cupti.cupti import Cupti
 from dpbench.instruments.cupti.library import CuptiUnusable
 from dpbench.instruments.cupti.ranges import MAX_RANGES
 from dpbench.instruments.cupti.recorder import CuptiRecorder, Target, cupti_rows
-from dpbench.launch.case_process import name_of
+from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP
 from dpbench.workloads.transformer import SimpleBigModel
 from tests.instruments.cupti.fake import FakeCupti, target
-from tests.programs import program
+from tests.programs import program, reports
 from tests.results.figures import column, tables_of
 
 CASE = Case("dpsgd", 2, 16, "tiny")
@@ -45,7 +45,8 @@ def counted_case(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Target, "of_torch", lambda: target(cupti))
         patch.setattr(recorder, "prepare", lambda: None)
-        return run_case(case, recorder, device="cpu", warmup=warmup, active=active)
+        patch.setattr("dpbench.instruments.cupti.recorder.on_cuda", lambda: True)
+        return dict(run_case(case, recorder, device="cpu", warmup=warmup, active=active).details)
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +67,6 @@ def record() -> dict[str, Any]:
     for step in found["phase_seconds"]:
         step.update(dict.fromkeys(step, took * 1e-9), forward=took)
     return found
-
-
-def said(record: dict[str, Any]) -> str:
-    """The text of a program that prints a record."""
-    return f"from dpbench.child.messages import report_result; report_result(**{record!r})"
 
 
 def test_steps_are_timed_and_then_counted_in_one_process(record: dict[str, Any]) -> None:
@@ -139,13 +135,14 @@ def test_options_reach_the_child(tmp_path: Path) -> None:
 def measure(says: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> CaseReport:
     replay = program(directory / "replay", says)
     monkeypatch.setattr(sys, "executable", str(replay))
-    return CaseReport.of(CASE, Cupti(directory).measure(CASE))
+    return CaseReport.of(CASE, Cupti(directory).measure(CASE).rows)
 
 
 def test_rows_come_from_what_the_process_printed(
     record: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report = measure(said(record), tmp_path, monkeypatch)
+    outcome = Outcome(CASE, tuple(cupti_rows(CASE, record)))
+    report = measure(reports(outcome), tmp_path, monkeypatch)
     assert report.dram_bytes == 10 * GB
     assert (tmp_path / CASE.report_path).with_suffix(".cupti.log").exists()
 
@@ -155,12 +152,11 @@ def test_what_no_rank_counts_is_noted_once(tmp_path: Path, monkeypatch: pytest.M
     with closing(CuptiRecorder(1, [], alike=True)) as recorder:
         monkeypatch.setattr(Target, "of_torch", lambda: target(FakeCupti(), peers=True, note=note))
         monkeypatch.setattr(recorder, "prepare", lambda: None)
+        monkeypatch.setattr("dpbench.instruments.cupti.recorder.on_cuda", lambda: True)
         found = run_case(CASE, recorder, device="cpu", warmup=0, active=1)
-    replay = program(tmp_path / "replay", said({**found, "ranks": [found, found]}))
-    monkeypatch.setattr(sys, "executable", str(replay))
-    process = Cupti(tmp_path).start(CASE)
-    assert {row.rank for row in process.rows()} == {0, 1}
-    assert process.notes == [note]
+    outcome = Outcome.of_ranks([found, found])
+    assert {row.rank for row in outcome.rows} == {0, 1}
+    assert outcome.notes == (note,)
 
 
 @pytest.mark.parametrize(
@@ -174,11 +170,11 @@ def test_what_no_rank_counts_is_noted_once(tmp_path: Path, monkeypatch: pytest.M
 def test_an_error_of_the_process_is_raised_here_with_its_remedy_once(
     raised: Exception, kind: type[InstrumentError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    error = {"kind": name_of(type(raised)), "message": str(raised)}
+    error = as_instrument_error(raised)
     with pytest.raises(InstrumentError) as caught:
-        measure(said({"error": error}), tmp_path, monkeypatch)
+        measure(reports(Outcome.failed(CASE, error)), tmp_path, monkeypatch)
     assert type(caught.value) is kind
-    assert str(caught.value) == f"{CASE.id}: {raised}"
+    assert str(caught.value) == f"{CASE.id}: {error}"
     assert caught.value.log is not None
 
 

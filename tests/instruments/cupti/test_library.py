@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.child.failures import InstrumentError
+from dpbench.core.errors import InstrumentError
 from dpbench.instruments.counters import (
     CountersBusy,
     CountersForbidden,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from dpbench.child.failures import InstrumentError
+from dpbench.core.errors import InstrumentError
 from dpbench.core.subject import Script
 from dpbench.instruments.cupti.ranges import Target
 from dpbench.instruments.cupti.recorder import CuptiRecorder
@@ -16,7 +14,7 @@ from tests.instruments.cupti.fake import FakeCupti, target
 GB = 1e9
 
 
-def recorded(monkeypatch: pytest.MonkeyPatch, scales: list[float], device: str) -> CuptiRecorder:
+def recorded(monkeypatch: pytest.MonkeyPatch, scales: list[float]) -> CuptiRecorder:
     """A recorder that was to time two steps, and heard as many as there are scales."""
     cupti = FakeCupti()
     monkeypatch.setattr(Target, "of_torch", lambda: target(cupti))
@@ -24,15 +22,14 @@ def recorded(monkeypatch: pytest.MonkeyPatch, scales: list[float], device: str) 
     for scale in scales:
         with observed_step(recorder), phase("backward"):
             cupti.work(scale * GB)
-    record: dict[str, Any] = recorder.timing.record(Script("mine"))
-    monkeypatch.setattr(recorder.timing, "record", lambda case: record | {"device": device})
     return recorder
 
 
 def test_unlike_steps_are_timed_and_then_counted_by_phase_and_as_a_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    recorder = recorded(monkeypatch, [1, 1, 2, 3, 4, 6], "H200")
+    recorder = recorded(monkeypatch, [1, 1, 2, 3, 4, 6])
+    monkeypatch.setattr("dpbench.instruments.cupti.recorder.on_cuda", lambda: True)
     rows = recorder.rows(Script("mine"))
     recorder.close()
     assert recorder.finished
@@ -47,7 +44,8 @@ def test_unlike_steps_are_timed_and_then_counted_by_phase_and_as_a_whole(
 def test_what_was_counted_until_the_script_ended_is_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    recorder = recorded(monkeypatch, [1, 1, 2], "H200")
+    recorder = recorded(monkeypatch, [1, 1, 2])
+    monkeypatch.setattr("dpbench.instruments.cupti.recorder.on_cuda", lambda: True)
     found = {(row.metric, row.phase): row.value for row in recorder.rows(Script("mine"))}
     recorder.close()
     assert found["dram_read_bytes", "backward"] == 2 * GB
@@ -56,6 +54,6 @@ def test_what_was_counted_until_the_script_ended_is_there(
 
 
 def test_steps_on_the_cpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = recorded(monkeypatch, [1, 1], "cpu")
+    recorder = recorded(monkeypatch, [1, 1])
     with pytest.raises(InstrumentError, match="the steps ran on the CPU"):
         recorder.rows(Script("mine"))

@@ -6,7 +6,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from dpbench.child.failures import InstrumentError
+from dpbench.core.errors import InstrumentError
 from dpbench.instruments.counters import Driver, candidate_folders
 from dpbench.instruments.cupti.library import Library, open_in
 

@@ -40,7 +40,7 @@ def listened(gpus: int, folder: Path) -> list[dict[str, Any]]:
     instrument = Heard(folder, device="cpu", steps=Steps(0, 1), timeout=300)
     running = instrument.start(case_of(gpus=gpus))
     try:
-        ranks: list[dict[str, Any]] = running.record()["ranks"]
+        ranks: list[dict[str, Any]] = running.outcome().details["ranks"]
         return ranks
     finally:
         running.cancel()

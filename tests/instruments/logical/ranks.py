@@ -81,7 +81,7 @@ class Heard(InProcessInstrument):
     def recorder(self, case: Case, steps: int | None = None) -> Recorder:
         return LogicalRecorder(steps)
 
-    def record_case(self, case: Case) -> dict[str, Any]:
+    def record_case(self, case: Case) -> Outcome:
         from dpbench.child.case import run_case
 
         heard = []
@@ -94,7 +94,7 @@ class Heard(InProcessInstrument):
             with alive, track_resizing(alive.memory):
                 run_case(pair, recorder, device="cpu", warmup=warmup, active=1)
             heard.append(recorder.outcome(pair).as_json())
-        return {"heard": heard}
+        return Outcome(case, (), details={"heard": heard})
 
 
 class Noisy(StandardTrainer):

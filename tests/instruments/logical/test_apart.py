@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.child.failures import CaseFailed
+from dpbench.core.errors import CaseFailed
 from dpbench.instruments.logical.logical import Counting, Logical
 from dpbench.runner import measure
 from tests.instruments.logical.cases import count, tiny
@@ -25,12 +25,12 @@ def test_the_count_is_that_of_this_process() -> None:
     case = tiny(CountsTokens)
     counting = Logical().start(case)
     try:
-        rows = counting.rows()
+        outcome = counting.outcome()
     finally:
         counting.cancel()
     expected = count(case)
-    assert (tuple(rows), tuple(counting.operators)) == (expected.rows, expected.operators)
-    assert tuple(counting.notes) == expected.notes
+    assert (outcome.rows, outcome.operators) == (expected.rows, expected.operators)
+    assert outcome.notes == expected.notes
 
 
 def test_what_is_built_in_needs_no_other_process() -> None:

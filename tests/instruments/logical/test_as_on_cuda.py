@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from dpbench.child.failures import CaseFailed
+from dpbench.core.errors import CaseFailed
 from dpbench.instruments.logical.counter import OperatorCounter, without_data
 from dpbench.instruments.logical.stand_ins import UnsupportedOperation
 from dpbench.training.base import Batch

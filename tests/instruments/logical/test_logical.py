@@ -49,7 +49,7 @@ class TestRows:
 
     def test_rows_say_that_no_hardware_was_involved(self) -> None:
         case = tiny()
-        for row in Logical().measure(case):
+        for row in Logical().measure(case).rows:
             assert (row.case, row.instrument, row.repeat) == (case, "logical", 0)
             assert (row.device, row.tool) == (NO_HARDWARE, f"torch {torch.__version__}")
             assert row.unit == ("1" if row.metric == "flops" else "B")

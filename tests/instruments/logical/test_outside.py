@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dpbench import phase
-from dpbench.child.failures import CaseFailed
 from dpbench.core.case import ModelSize
+from dpbench.core.errors import CaseFailed
 from dpbench.instruments.logical import stand_ins
 from dpbench.instruments.logical.counter import without_data
 from dpbench.instruments.logical.logical import Logical

@@ -319,7 +319,8 @@ def test_a_process_group_of_the_callers_stays() -> None:
     try:
         running = Logical().start(case_of())
         assert not isinstance(running, Counting)
-        assert (tuple(running.rows()), tuple(running.notes)) == (expected.rows, expected.notes)
+        outcome = running.outcome()
+        assert (outcome.rows, outcome.notes) == (expected.rows, expected.notes)
         assert distributed.get_backend() == "gloo"
     finally:
         distributed.destroy_process_group()

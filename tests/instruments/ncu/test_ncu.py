@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 
 from dpbench import Case, ConfigurationError, InstrumentError
-from dpbench.child.failures import CaseFailed
 from dpbench.child.messages import Steps
+from dpbench.core.errors import CaseFailed
 from dpbench.core.settings import Settings
 from dpbench.instruments import choose, counters
 from dpbench.instruments.ncu.ncu import Ncu, NcuNotFound, diagnose, find_ncu
 from dpbench.instruments.ncu.report import NothingProfiled
 from dpbench.launch.processes import version_of
+from dpbench.results.outcome import Outcome
 from dpbench.runner import measure
-from tests.programs import program
+from tests.programs import program, reports
 
 OUTPUT = Path(__file__).parents[2] / "data" / "ncu_output"
 CASE = Case("dpsgd", 8, 256)
-RECORD = "from dpbench.child.messages import report_result; "
 
 
 def test_the_whole_argument_list() -> None:
@@ -114,7 +114,8 @@ def stand_in(tmp_path: Path, text: str) -> Ncu:
 
 
 def test_an_exit_code_of_0_without_a_report_is_an_error(tmp_path: Path) -> None:
-    broken = stand_in(tmp_path, RECORD + "report_result(torch='2', device='x')")
+    outcome = Outcome(CASE, (), details={"torch": "2", "observed": 1})
+    broken = stand_in(tmp_path, reports(outcome))
     with pytest.raises(NothingProfiled, match="ncu wrote no report"):
         broken.measure(CASE)
 
@@ -130,8 +131,8 @@ def test_a_report_of_an_earlier_run_is_never_read_again(tmp_path: Path) -> None:
 
 def test_a_crash_of_the_case_counts_more_than_that_nothing_was_profiled(tmp_path: Path) -> None:
     text = (
-        RECORD + "report_result(error={'kind': 'E', 'message': 'it fell over'})\n"
-        "print('==WARNING== No ranges were profiled.'); exit(1)"
+        reports(Outcome.failed(CASE, CaseFailed("it fell over")))
+        + "\nprint('==WARNING== No ranges were profiled.'); exit(1)"
     )
     with pytest.raises(CaseFailed, match="it fell over"):
         stand_in(tmp_path, text).measure(CASE)

@@ -60,7 +60,7 @@ def test_phases_are_annotated_without_the_trainer_knowing(folder: Path) -> None:
 
 
 def test_there_is_a_row_for_each_step_and_phase(profiled: Profiled) -> None:
-    rows = profiled.record["outcome"]["rows"]
+    rows = profiled.record["rows"]
     assert {row["repeat"] for row in rows} == {0, 1, 2, 3}
     assert {row["metric"] for row in rows} == {"cpu_time_seconds", "memory_growth_bytes"}
     step = {r["phase"]: r["value"] for r in rows if r["repeat"] == 3 and r["unit"] == "s"}
@@ -70,7 +70,7 @@ def test_there_is_a_row_for_each_step_and_phase(profiled: Profiled) -> None:
 
 def test_the_report_says_what_ran_and_lists_operators(profiled: Profiled) -> None:
     text = (profiled.folder / REPORT).read_text()
-    torch = profiled.record["torch"]
+    torch = profiled.record["details"]["torch"]
     assert text.startswith(f"torch {torch}, cpu; schedule: skip_first 0, wait 1")
     for title in ("by CPU time", "by CPU memory", "and input shapes by CPU time", "Bottlenecks"):
         assert title in text
