@@ -237,13 +237,9 @@ class _Watching:
         return called
 
     def _before_update(self, optimizer: Any, args: Any, options: Any) -> None:
-        # An optimizer with this method hands private gradients over to another optimizer.
-        is_private = hasattr(optimizer, "private_step")
-        again = (optimizer, partial(type(optimizer).step, optimizer)) if is_private else ()
-        self._updates.append((optimizer, self.finder.begin_update(optimizer, again)))
+        self._updates.append((optimizer, self.finder.begin_update(optimizer)))
 
     def _after_update(self, optimizer: Any, args: Any, options: Any) -> None:
-        self.finder.report(self.finder.calls.updated, optimizer)
         while self._updates:  # the stack still has the updates that raised
             begun, update = self._updates.pop()
             self.finder.end_update(update)

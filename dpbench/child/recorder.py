@@ -65,9 +65,6 @@ class Calls:
     def update(self, optimizer: Any) -> None:
         """Handle the beginning of an optimizer's step."""
 
-    def updated(self, optimizer: Any) -> None:
-        """Handle the end of an optimizer's step."""
-
     def private_step(self, optimizer: Any, step: Callable[[], Any]) -> None:
         """Handle the beginning of a step of Opacus's optimizer, which ``step`` takes once more."""
 

@@ -117,6 +117,8 @@ class Diagnosis:
         return cls(check, FAILED, f"{kind}{error}")
 
 
+# --- calibration by known work ---------------------------------------------------------------
+
 TRAINER = "dpbench.commands.known_work:KnownWork"
 
 STEPS = Steps(warmup=1, active=1)  # the warm-up step loads the kernels
@@ -357,6 +359,11 @@ def ncu(settings: Settings) -> Iterator[Diagnosis]:
         yield Diagnosis("ncu", OK, detail)
 
 
+def _not_checked(lacking: str, *checks: str) -> list[Diagnosis]:
+    reason = f"not checked: this machine has no {lacking}"
+    return [Diagnosis(check, WARNING, reason) for check in checks]
+
+
 def counters(settings: Settings) -> Iterator[Diagnosis]:
     """Check that ncu can read counters, and that the counters count known work correctly."""
     try:
@@ -364,8 +371,8 @@ def counters(settings: Settings) -> Iterator[Diagnosis]:
     except NcuNotFound:
         path = ""
     if not path or not visible_gpus():
-        reason = f"not checked: this machine has no {'ncu' if visible_gpus() else 'GPU'}"
-        yield from (Diagnosis(c, WARNING, reason) for c in ("counters", "ncu calibration"))
+        lacking = "ncu" if visible_gpus() else "GPU"
+        yield from _not_checked(lacking, "counters", "ncu calibration")
         return
     case, chip = work_that_fits(), chip_here()
     metrics, folder = on_chip(chip), settings.ncu_dir / "doctor"
@@ -387,8 +394,7 @@ def counters(settings: Settings) -> Iterator[Diagnosis]:
 def cupti(settings: Settings) -> Iterator[Diagnosis]:
     """Check that CUPTI counts known bytes correctly, and almost none while the GPU is idle."""
     if not visible_gpus():
-        reason = "not checked: this machine has no GPU"
-        yield from (Diagnosis(c, WARNING, reason) for c in ("cupti", "cupti calibration"))
+        yield from _not_checked("GPU", "cupti", "cupti calibration")
         return
     case = work_that_fits()
     instrument = Cupti(settings.ncu_dir / "doctor", steps=STEPS, timeout=settings.timeout)

@@ -85,6 +85,8 @@ def finish(
     return int(bool(problems) or failed or merged.status != COMPLETE)
 
 
+# --- shards ----------------------------------------------------------------------------------
+
 MACHINES_MAY_DIFFER = ("CPU ", "driver ")
 """Prefixes of conditions that may differ between the machines of a cluster."""
 

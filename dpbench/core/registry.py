@@ -1,7 +1,8 @@
 """Registries of trainers, models, workloads, optimizers, instruments and outputs by name.
 
 A registry maps a name to an import target (``package.module:Class``), which is imported on first
-use. So a command can check that a name exists without importing torch.
+use. So a command can check that a name exists without importing torch. The last functions check and
+import the names in a case.
 """
 
 from __future__ import annotations

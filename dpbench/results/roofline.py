@@ -228,14 +228,13 @@ def apply_roofs(table: pd.DataFrame, roofs: Roofs) -> pd.DataFrame:
     """Add columns to a table of `phases`: the least times that the roofs of one card allow.
 
     Returns:
-        The table with six more columns. An entry is NaN if a number or a roof that it needs is
+        The table with five more columns. An entry is NaN if a number or a roof that it needs is
         unknown. ``arithmetic_seconds`` and ``bytes_seconds`` are the least times for operations and
         for bytes. ``bound`` is ``arithmetic`` or ``bandwidth``, whichever has the longer least
         time. If the busy share is below `LAUNCH_BOUND`, ``bound`` instead says ``launch-bound``
         with this share. ``least_seconds`` is the longer of the two least times. For a step with
         phases, ``least_seconds`` is the sum over the phases, because phases run one after the
-        other. ``share`` is ``least_seconds / seconds``, and ``flops_per_second`` is the achieved
-        rate.
+        other. ``share`` is ``least_seconds / seconds``.
 
     Raises:
         ConfigurationError: a row was measured on a card that has other roofs.
@@ -263,7 +262,6 @@ def apply_roofs(table: pd.DataFrame, roofs: Roofs) -> pd.DataFrame:
         bound=roof.where(longer.notna()).mask(table.busy < LAUNCH_BOUND, launch_bound),
         least_seconds=least,
         share=least / table.seconds,
-        flops_per_second=table.flops / table.seconds,
     )
 
 

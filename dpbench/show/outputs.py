@@ -1,4 +1,4 @@
-"""Outputs: functions that turn runs into the content of a file.
+"""Outputs: functions that turn runs into the content of a file, and all tables of a run.
 
 An output is a function of runs and `TableOptions` that returns text or bytes. `OUTPUTS` has an
 output for each supported file extension. A session writes one run to a file. ``dpbench show`` can
@@ -95,6 +95,8 @@ def csv_rows(runs: Sequence[Run], view: TableOptions) -> str:
 def _no_formula(cell: object) -> object:
     return f"'{cell}" if isinstance(cell, str) and cell.startswith(tuple("=+-@\t\r")) else cell
 
+
+# --- all tables of a run ---------------------------------------------------------------------
 
 LINE_WIDTH = 40
 """The width in characters at which the name of a source line is wrapped."""

@@ -1,4 +1,4 @@
-"""Tables of the numbers that the PyTorch profiler and Nsight Systems recorded."""
+"""Tables of what profilers recorded: PyTorch's, Nsight Systems, and the kernels of ncu."""
 
 from __future__ import annotations
 
@@ -147,6 +147,8 @@ def _statistics(title: str, text: str) -> Table:
     return Table.of(title, lines, columns)
 
 
+# --- kernels ---------------------------------------------------------------------------------
+
 NAME_WIDTH = 24
 """The width of the column of kernels in characters, so that the table fits 80 characters."""
 
@@ -187,7 +189,10 @@ def kernel_tables(outcome: Outcome, summary: pd.DataFrame, top: int) -> list[Tab
         case = ", ".join(filter(None, (outcome.case.id, device)))
         title = f"{case}: bytes by {by[0]}{count}"
         tables.append(Table.of(title, shown.reset_index(), columns))
-    return [*tables[:-1], replace(tables[-1], notes=tuple(_notes(counts, step_bytes, roofs)))]
+    return [
+        *tables[:-1],
+        replace(tables[-1], notes=tuple(_kernel_notes(counts, step_bytes, roofs))),
+    ]
 
 
 def wrapped(name: str) -> str:
@@ -195,7 +200,7 @@ def wrapped(name: str) -> str:
     return textwrap.fill(name, NAME_WIDTH, drop_whitespace=False)
 
 
-def _notes(
+def _kernel_notes(
     counts: Sequence[KernelCount], step_bytes: float | None, roofs: Roofs | None
 ) -> Iterator[str]:
     total = sum(count.dram_bytes for count in counts) / len({count.repeat for count in counts})

@@ -92,6 +92,9 @@ def roofs_in_words(roofs: Roofs, precisions: Iterable[str]) -> str:
     return f"Roofs of {roofs.name}: {roof} ({roofs.source})."
 
 
+# --- the time breakdown ----------------------------------------------------------------------
+
+
 def _tenths(seconds: float) -> str:
     return f"{seconds * 1e3:.1f}"
 

@@ -129,12 +129,12 @@ _WRITERS: dict[str, Callable[[float], str]] = {
 }
 
 
-def in_order(summary: pd.DataFrame, configuration: list[str] = CONFIGURATION) -> pd.DataFrame:
+def in_order(summary: pd.DataFrame) -> pd.DataFrame:
     """Sort rows by configuration and device, then by trainer in the order of registration.
 
     Rows with equal configuration, device and trainer keep their order.
     """
-    return ordered(summary, [*configuration, "device", "trainer"])
+    return ordered(summary, [*CONFIGURATION, "device", "trainer"])
 
 
 def ordered(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:

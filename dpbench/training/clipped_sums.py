@@ -22,7 +22,7 @@ from dpbench.training.kernels import weighted_sum
 from dpbench.training.norms import GhostNorms, clipping_factors, rounded_down, total
 from dpbench.training.parallel import broadcast_parameters, own_generator, own_share, rank_and_ranks
 from dpbench.training.phases import phase
-from dpbench.training.refusals import ONLY_GHOST, ModelSnapshot, check_layers
+from dpbench.training.refusals import ONLY_GHOST, ModelSnapshot, check_unmixed_layers
 
 ALIGNED = 128
 """Each part of a buffer begins at a multiple of this many elements, for fast matrix products."""
@@ -440,6 +440,8 @@ class ClippedSumTrainer(TrainerBase):
     draws_in_update = False
     """Whether the trainer adds noise after reductions even under DDP. If False, under DDP each rank
     adds noise to its share of each sum before the sum is reduced."""
+    captured_threshold: Tensor | None = None
+    """C as an input of the CUDA graph that is being captured, a float64 scalar; otherwise None."""
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)
@@ -448,7 +450,7 @@ class ClippedSumTrainer(TrainerBase):
                 "with fp16-amp, a GradScaler would scale gradients before they are clipped: use "
                 "bf16-amp"
             )
-        check_layers(model)
+        check_unmixed_layers(self.model)
         self.trained = [p for p in model.parameters() if p.requires_grad]
         check_alike(self.trained)
         self.sharing = in_buffers(self.trained, self.plain_optimizer)
@@ -494,7 +496,10 @@ class ClippedSumTrainer(TrainerBase):
             squared_norms: for each piece of the gradient, such as a layer's, the squared norms of
                 all examples, ``[B]``.
         """
-        return clipping_factors(total(squared_norms), self.max_grad_norm)
+        threshold = self.captured_threshold
+        return clipping_factors(
+            total(squared_norms), self.max_grad_norm if threshold is None else threshold
+        )
 
     def reduce(self, buffer: Buffer) -> None:
         """Begin to reduce a complete buffer over the ranks.

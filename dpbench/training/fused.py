@@ -22,8 +22,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from dpbench.training.base import DRAWN_BY, Batch, mean_of
 from dpbench.training.clipped_sums import (
@@ -45,9 +47,12 @@ from dpbench.training.noisy_updates import (
 )
 from dpbench.training.norms import GRADIENT, KEPT, PRODUCTS, GhostNorms
 from dpbench.training.parallel import rank_and_ranks, sharded
-from dpbench.training.per_layer import PairRule, Rule, Saved, rule_of
+from dpbench.training.per_layer import PairRule, Rule, Saved, can_be_tied
 from dpbench.training.phases import phase
-from dpbench.training.refusals import ModelSnapshot, check_untied, used_only_in_layers
+from dpbench.training.plan import TOLERANCES, Plan, Probe, expand
+from dpbench.training.refusals import ModelSnapshot, check_used_in_layers, used_outside
+from dpbench.training.units import UnitRule
+from dpbench.workloads.base import examples_in
 
 
 class FusedTrainer(ClippedSumTrainer):
@@ -70,10 +75,12 @@ class FusedTrainer(ClippedSumTrainer):
 
     Graphs are captured in the first step whose batch is not empty. If dpbench counts the operators
     of this step or of an earlier step, no graphs are captured. A later step runs eagerly if its
-    examples have different shapes or dtypes, if its operators are counted, or if the clipping
-    threshold or a layer's training mode has changed. If the model cannot be captured, a warning
-    says why, and all steps run eagerly. Under FSDP2, the graphs contain FSDP2's collectives, see
-    `dpbench.training.parallel.leave_group`. Micro-batches under FSDP2 always run eagerly.
+    examples have different shapes or dtypes, if its operators are counted, if a layer's training
+    mode or another plain attribute has changed, or if Python would read other numbers from the GPU
+    than in the captured step. If the model cannot be captured, or would run other operators in a
+    graph, a warning says why, and all steps run eagerly. Under FSDP2, the graphs contain FSDP2's
+    collectives, see `dpbench.training.parallel.leave_group`. Micro-batches under FSDP2 always run
+    eagerly.
 
     Attributes:
         ways: how the last step computed the norms of each trained layer, by the layer's name; see
@@ -106,16 +113,13 @@ class FusedTrainer(ClippedSumTrainer):
         self.in_graphs, self.kernels = graphs, kernels
         self.draws_in_update = kernels
         super().__init__(model, batch_size=batch_size, **options)
-        check_untied(model)
         self._listening = False
-        self._uses_are_checked = False  # the first step checks how the model uses parameters
+        self._uses_are_checked = False
         self.seen: dict[nn.Module, Saved] = {}
         self.rules: dict[nn.Module, Rule[Any]] = {}
+        """The rule of each layer, from the first step on."""
+        self.tied: dict[Tensor, list[Rule[Any]]] = {}
         self.ways: dict[str, str] = {}
-        for name, layer in list(model.named_modules()):
-            if any(p.requires_grad for p in layer.parameters(recurse=False)):
-                rule = self.rules[layer] = rule_of(layer, name, kernels=kernels)
-                layer.register_forward_hook(partial(self._save, rule), with_kwargs=True)
         self._update: MergedUpdate | None = None
         if kernels:
             self._merge_update()
@@ -133,6 +137,38 @@ class FusedTrainer(ClippedSumTrainer):
             return super().distribute(model)
         self.labels = {**self.labels, DRAWN_BY: "each rank, for its share"}
         return sharded(model, self.workload)
+
+    # --- rules -----------------------------------------------------------------------------------
+
+    def _plan(self, batch: Batch) -> None:
+        """Choose a rule for each layer, see `dpbench.training.plan`."""
+        fake = any(isinstance(each, FakeTensor) for each in pytree.tree_leaves(batch))
+        width = 2 if self.autocast else self.trained[0].itemsize
+        with _disable_current_modes():  # so that nothing is counted
+            plan = Plan(self.model, kernels=self.kernels, one_example=self._one_example)
+            plan.fit(Probe(self.model, self._probed, batch, TOLERANCES[width]), fake=fake)
+        self.rules, self._uses_are_checked = plan.rules, plan.knows_uses
+        for layer in plan.expanded:
+            layer.register_forward_pre_hook(partial(expand, lambda: self.examples))
+        for layer, rule in self.rules.items():
+            layer.register_forward_hook(partial(self._save, rule), with_kwargs=True)
+            for parameter in rule.trained.values():
+                self.tied.setdefault(parameter, []).append(rule)
+        self.tied = {p: rules for p, rules in self.tied.items() if len(rules) > 1}
+
+    def _probed(self, batch: Batch) -> Tensor:
+        # Wrappers of the trainer's own method expect the batches of its steps.
+        return FusedTrainer.example_losses(self, self.model, batch)
+
+    @contextmanager
+    def _one_example(self) -> Iterator[None]:
+        """In this context, the model runs with one example."""
+        examples, self.examples = self.examples, 1
+        try:
+            with self.autocast_context():
+                yield
+        finally:
+            self.examples = examples
 
     def _note_block(self, block: nn.Module, *_: object) -> None:
         self.last_block = block
@@ -236,6 +272,8 @@ class FusedTrainer(ClippedSumTrainer):
         graphs = self.in_graphs and self.trained[0].is_cuda and _get_current_dispatch_mode() is None
         graphs = graphs and not (self.parallel == "fsdp2" and self.micro_batches > 1)
         self._is_first &= graphs
+        if not self.rules and examples_in(batch):
+            self._plan(batch)
         parts = [part for _, part in self.parts(batch)] if graphs else []
         if parts and self._is_first:
             self._is_first = False
@@ -247,6 +285,13 @@ class FusedTrainer(ClippedSumTrainer):
         if recorded is None:
             return self._eager_step(batch)
         loss = recorded.replay(parts)
+        if loss is None:
+            self.replays = False
+            self.begin_step()  # discards the sums of the replay
+            if recorded.seldom_fit:
+                recorded.discard()
+                self._graphs = None
+            return self._eager_step(batch)
         reductions, self._reductions = self._reductions, []
         self.noisy_step(reductions)
         return loss
@@ -268,18 +313,19 @@ class FusedTrainer(ClippedSumTrainer):
         return mean_of(losses, self.sizes)
 
     def mean_loss(self, model: Callable[..., Any], batch: Batch) -> Tensor:
-        """Return the mean loss. The first call also checks how the model uses its parameters.
-
-        The check raises if the model uses a trained parameter outside the call of the parameter's
-        layer.
-        """
+        """Return the mean loss. The first call raises if a parameter is used outside its layer."""
         if self._uses_are_checked:
             return super().mean_loss(model, batch)
+        losses: list[Tensor] = []
+
+        def loss() -> Tensor:
+            losses.append(super(FusedTrainer, self).mean_loss(model, batch))
+            return losses[0]
+
         own = {layer: [*rule.trained] for layer, rule in self.rules.items()}
-        with used_only_in_layers(self.model, own) as losses:
-            losses.append(loss := super().mean_loss(model, batch))
+        check_used_in_layers(used_outside(self.model, own, loss))
         self._uses_are_checked = True
-        return loss
+        return losses[0]
 
     @contextmanager
     def without_parameter_gradients(self) -> Iterator[None]:
@@ -297,32 +343,51 @@ class FusedTrainer(ClippedSumTrainer):
 
     def _save(
         self, rule: Rule[Any], layer: nn.Module, given: Any, options: Any, returned: Any
-    ) -> Tensor | None:
+    ) -> Any:
         """Keep a layer's input and, when the backward reaches the layer, the output gradient."""
         # Activation checkpointing runs the layer first without autograd, and again during backward.
         if not (self._listening and torch.is_grad_enabled()):
             return None
+        if isinstance(rule, UnitRule):
+            return self._save_unit(rule, given, options, returned)
         rule.check_call(given, options, returned, self.examples)
-        is_first = not returned.requires_grad  # no trained layer comes before this layer
-        if is_first:
-            returned.requires_grad_()
-        held = [given[0].detach()]
-        version, shape = held[0]._version, returned.shape
+        held, shape = [Unchanged(rule, given[0])], returned.shape
         seen = self.seen.setdefault(layer, [])
 
         def save_gradient(gradient: Tensor) -> None:
-            activations = held.pop()  # otherwise, they would stay in memory until backward ends
-            # Autograd checks only tensors that it has saved, and may not have saved the input.
-            if activations._version != version:
-                raise rule.refusal("its input was changed in place after the call")
-            self._save_call(rule, seen, activations, gradient.detach().reshape(shape))
+            activations = held.pop()()  # otherwise, it would stay in memory until backward ends
+            gradient = gradient.detach().reshape(shape)
+            if rule.rows > 1:
+                by_example = (self.examples, rule.rows)
+                activations = activations.unflatten(0, by_example)
+                gradient = gradient.unflatten(0, by_example)
+            self._save_call(rule, seen, activations, gradient)
 
-        if is_first:
-            returned.register_hook(save_gradient)
-            return ChangeableInPlace.apply(returned)  # type: ignore[no-untyped-call, no-any-return]
-        heard, passed_on = heard_when_changed(returned)
-        heard.register_hook(save_gradient)
-        return passed_on
+        return heard(returned, save_gradient)
+
+    def _save_unit(self, rule: UnitRule, given: Any, options: Any, returned: Any) -> Any:
+        """Keep a unit's inputs and, when the backward reaches the unit, the output gradients."""
+        leaves, structure = rule.inputs(given, options)
+        held = [Unchanged(rule, x) if isinstance(x, Tensor) else x for x in leaves]
+        outputs, of_outputs = pytree.tree_flatten(returned)
+        shapes = [each.shape if isinstance(each, Tensor) else torch.Size() for each in outputs]
+        seen, gradients = self.seen.setdefault(rule.layer, []), dict[int, Tensor]()
+
+        def save_gradient(number: int, gradient: Tensor) -> None:
+            if not gradients:
+                kept = [x() if isinstance(x, Unchanged) else x for x in held]
+                seen.append((kept, structure, gradients))
+            gradients[number] = gradient.detach().reshape(shapes[number])
+
+        floating = [
+            n for n, x in enumerate(outputs) if isinstance(x, Tensor) and x.is_floating_point()
+        ]
+        for number in floating:
+            # If one output is computed from another, a copy has the gradient of later layers only.
+            each = outputs[number].clone() if len(floating) > 1 else outputs[number]
+            passed_on = heard(each, partial(save_gradient, number))
+            outputs[number] = each if passed_on is None else passed_on
+        return pytree.tree_unflatten(outputs, of_outputs)
 
     def _save_call(self, rule: Rule[Any], seen: Saved, x: Tensor, g: Tensor) -> None:
         """Keep a call's tensors. At the layer's first call, choose how to compute norms."""
@@ -330,7 +395,19 @@ class FusedTrainer(ClippedSumTrainer):
             alone = self.part_size == self.micro_batches == 1
             options = {"kernel": self.kernels, "alone": alone}
             self.ways[rule.name] = rule.way(x, g, self.known_ways, **options)
+            if self._tied(rule):
+                self.ways[rule.name] = PRODUCTS if self._has_tied_pairs(rule) else KEPT
         rule.save(seen, x, g, self.ways[rule.name])
+
+    def _has_tied_pairs(self, rule: Rule[Any]) -> bool:
+        """Return True if `GhostNorms.add_tied` knows all layers that share the rule's weight."""
+        alike = self.tied.get(rule.trained["weight"], []) if "weight" in rule.trained else []
+        only_weights = all(p is each.trained["weight"] for each in alike for p in self._tied(each))
+        return bool(alike) and only_weights and all(map(can_be_tied, alike))
+
+    def _tied(self, rule: Rule[Any]) -> list[Tensor]:
+        """Return the parameters that the rule's layer shares with other layers."""
+        return [parameter for parameter in rule.trained.values() if parameter in self.tied]
 
     @torch.no_grad()
     def clipped(self, last: bool) -> Iterator[Buffer]:
@@ -344,8 +421,14 @@ class FusedTrainer(ClippedSumTrainer):
         seen, self.seen = {layer: calls for layer, calls in self.seen.items() if calls}, {}
         made: dict[Tensor, Tensor] = {}
         for layer, rule in self.rules.items():
-            if layer in seen and self.ways[rule.name] == KEPT:
-                made |= seen.pop(layer)[0]
+            if isinstance(rule, UnitRule):
+                samples = rule.samples_of_calls(seen.pop(layer, []), self.examples)
+            elif layer in seen and self.ways[rule.name] == KEPT:
+                samples = seen.pop(layer)[0]
+            else:
+                continue
+            for parameter, each in samples.items():
+                made[parameter] = made[parameter] + each if parameter in made else each
         kept = KeptGradients(made)
         norms = kept.squared_norms() + self.squared_norms(seen)
         times = multiplied_by_kernel if self.kernels else multiplied
@@ -356,7 +439,8 @@ class FusedTrainer(ClippedSumTrainer):
             if layer in seen and isinstance(rule, PairRule):
                 rule.weighted_sums(seen.pop(layer), factors, self.sums)
             if early:
-                yield from self.sums.finish(rule.trained.values())
+                waiting = {p for p, rules in self.tied.items() if rules[-1] is not rule}
+                yield from self.sums.finish(p for p in rule.trained.values() if p not in waiting)
 
     def squared_norms(self, seen: dict[nn.Module, Saved]) -> list[Tensor]:
         """Return squared norms of the per-sample gradients that are not in memory, each ``[B]``.
@@ -365,11 +449,53 @@ class FusedTrainer(ClippedSumTrainer):
             seen: pairs of activations and output gradients, by layer.
         """
         norms = GhostNorms(together=self.kernels)
+        together: dict[Tensor, list[tuple[Tensor, Tensor]]] = {}
         for layer, rule in self.rules.items():
             if layer in seen and isinstance(rule, PairRule):
-                pair = rule.joined(seen[layer])
-                norms.add(*pair, way=self.ways[rule.name], bias=rule.trains_bias)
+                x, g = rule.joined(seen[layer])
+                if (weight := rule.trained.get("weight")) not in self.tied:
+                    norms.add(x, g, way=self.ways[rule.name], bias=rule.trains_bias)
+                    continue
+                together.setdefault(weight, []).append((x, g))
+                if rule.trains_bias:
+                    norms.add_bias(g)
+        for pairs in together.values():
+            norms.add_tied(pairs)
         return norms.squared_norms()
+
+
+class Unchanged:
+    """An input that must not be changed in place until its gradient is needed."""
+
+    def __init__(self, rule: Rule[Any], tensor: Tensor) -> None:
+        self._rule, self._tensor = rule, tensor.detach()
+        self._version = self._tensor._version
+
+    def __call__(self) -> Tensor:
+        """Return the detached tensor.
+
+        Raises:
+            ConfigurationError: the tensor was changed. Autograd checks only tensors that it has
+                saved, and may not have saved this one.
+        """
+        if self._tensor._version != self._version:
+            raise self._rule.refusal("its input was changed in place after the call")
+        return self._tensor
+
+
+def heard(returned: Tensor, save_gradient: Callable[[Tensor], None]) -> Tensor | None:
+    """Call ``save_gradient`` with the gradient of a layer's output.
+
+    Returns:
+        The tensor that the layer must return instead, or None.
+    """
+    if not returned.requires_grad:  # no trained layer comes before this layer
+        returned.requires_grad_()
+        returned.register_hook(save_gradient)
+        return ChangeableInPlace.apply(returned)  # type: ignore[no-untyped-call, no-any-return]
+    whole, passed_on = heard_when_changed(returned)
+    whole.register_hook(save_gradient)
+    return passed_on
 
 
 def heard_when_changed(returned: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -9,19 +9,19 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor
+from torch import Tensor, distributed, nn
 from torch.utils import _pytree as pytree
 
 from dpbench.training.base import Batch, mean_of
 from dpbench.training.clipped_sums import Buffer, Reduction
 from dpbench.training.parallel import GRAPHS
 from dpbench.training.phases import phase
+from dpbench.training.step_operators import StepOperators, first_difference, place_of_user
 from dpbench.workloads.base import examples_in
 
 T = TypeVar("T")
@@ -36,6 +36,9 @@ at least this many bytes. These buffers are then reduced while the next graph ru
 is_capturing = torch.cuda.is_current_stream_capturing
 """PyTorch's function, also while `hidden_capture` replaces it in PyTorch."""
 
+PLAIN = (bool, int, float, str, type(None))
+"""Types of attributes by which Python may decide what a layer computes."""
+
 BROKEN: list[torch.cuda.CUDAGraph] = []
 """Graphs whose capture failed. They are kept, because PyTorch's allocator may refer to them."""
 
@@ -47,6 +50,10 @@ class StepGraphs:
     for each micro-batch. The sums accumulate in buffers that begin as zeros, and are reduced after
     the last micro-batch. If a micro-batch of a Poisson batch has too few examples, copies of its
     first example fill the rest of the input. The losses of the copies are multiplied by 0.
+
+    The captured operators must be those of an eager step. If Python reads numbers from the GPU in
+    forward or backward, the capture gets the numbers that an eager step has read. Each replay
+    compares these numbers with those that it computes, see `replay`.
 
     Args:
         trainer: a `dpbench.training.fused.FusedTrainer`.
@@ -64,6 +71,12 @@ class StepGraphs:
         self._fill(part)
         self.phases: dict[str, Recorded] = {}
         self._accumulates = trainer.micro_batches > 1 or self._fills
+        self._threshold = torch.full((), 0.0, dtype=torch.float64, device=device)
+        self._eager: dict[str, StepOperators] = {}
+        self._reads: list[str] = []  # where Python reads from the GPU
+        self._replays = self._misfits = 0
+        self._as_read = torch.ones((), dtype=torch.int32, device=device)
+        self._on_host = torch.ones((), dtype=torch.int32, pin_memory=device.type == "cuda")
         self._sums: list[Buffer] = []
         self._reductions: list[Reduction] = []  # under FSDP2, where a graph contains them
         self._live: Any = None
@@ -71,60 +84,103 @@ class StepGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self) -> None:
-        """Run a step without an update, so that kernels are compiled before the capture."""
-        self.trainer.examples = self.trainer.part_size
+        """Run two steps without an update, so that kernels are compiled before the capture.
+
+        The second step's operators are recorded, because a first step may fill caches.
+        """
+        trainer = self.trainer
+        trainer.examples = trainer.part_size
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side), self.trainer.without_parameter_gradients():
+        with torch.cuda.stream(side):
             before = torch.cuda.get_rng_state()
             states = torch.utils.checkpoint.get_device_states
-            with patch.object(torch.utils.checkpoint, "get_device_states", wraps=states) as saves:
+            with (
+                patch.object(torch.utils.checkpoint, "get_device_states", wraps=states) as saves,
+                trainer.without_parameter_gradients(),
+            ):
                 if self._fills:  # only `mean_loss` checks how the model uses parameters
-                    self.trainer.mean_loss(self.trainer.model, self.batch)
-                self._model_waits = waits_for_gpu(self._forward)
+                    trainer.mean_loss(trainer.model, self.batch)
+                self._forward()
                 self._backward()
             drawn = not torch.equal(before, torch.cuda.get_rng_state())
             self._recomputes, self._draws_again = saves.called, saves.called and drawn
-        with torch.cuda.stream(side):
+            with without_states(), trainer.without_parameter_gradients():
+                for name, function in self._recorded().items():
+                    with StepOperators() as self._eager[name]:
+                        function()
             for _ in self._sum_clipped():
                 pass  # the graphs allocate their own buffers
         torch.cuda.current_stream().wait_stream(side)
 
+    def _recorded(self) -> dict[str, Callable[[], None]]:
+        return {"forward": self._forward, "backward": self._backward}
+
     def record(self) -> None:
-        """Capture the graphs."""
+        """Capture the graphs.
+
+        Raises:
+            RuntimeError: a graph cannot be captured, or would not be the eager step.
+        """
         if self._draws_again:
             raise RuntimeError(
                 "activation checkpointing must draw the same random numbers twice, which a graph "
                 "cannot do"
             )
+        for each in self._eager.values():
+            if each.draws_on_cpu:
+                raise RuntimeError(
+                    f"{each.draws_on_cpu} draws random numbers on the CPU, and a graph would use "
+                    f"the same numbers in each step"
+                )
         if self._accumulates:
             self._sums = self.trainer.sums.begin_at_zero()
-        # Activation checkpointing saves the states of random number generators, which is forbidden
-        # during a capture. The states are not needed here, because a model that draws random
-        # numbers under checkpointing was refused above.
-        unsaved: Any = patch.object(
-            torch.utils.checkpoint, "get_device_states", lambda *_: ([], [])
-        )
-        # If a model of Hugging Face notices a capture, its attention makes a mask and runs other
-        # kernels than without a capture. So the capture is hidden from the model, unless the model
-        # makes Python wait for the GPU.
-        with self.trainer.without_parameter_gradients(), unsaved:
-            with nullcontext() if self._model_waits else hidden_capture():
-                self.phases["forward"] = [(self._capture(self._forward)[0], [])]
-            recomputed = self._recomputes and not self._model_waits
-            with hidden_capture() if recomputed else nullcontext():
-                self.phases["backward"] = [(self._capture(self._backward)[0], [])]
+        # A model of Hugging Face that notices a capture computes its attention in another way.
+        # So forward, and layers that backward computes again, do not notice it.
+        with self.trainer.without_parameter_gradients(), without_states():
+            for name, function in self._recorded().items():
+                hides = name == "forward" or self._recomputes
+                operators = StepOperators(self._eager[name].numbers)
+                with hidden_capture() if hides else nullcontext():
+                    graph, _ = self._capture(partial(self._watched, function, operators))
+                self.phases[name] = [(graph, [])]
+                # FSDP2 gathers the last block earlier in a captured backward, see `_backward`.
+                if name == "forward" or self.trainer.parallel != "fsdp2":
+                    self._check_operators(name, operators)
         self.phases["clip"] = self._capture_clip()
 
-    def replay(self, parts: Sequence[Batch]) -> Tensor:
-        """Replay the graphs for each micro-batch of a step, and return the mean loss."""
+    def _watched(self, function: Callable[[], None], operators: StepOperators) -> None:
+        """Run a part of the step, and compare the numbers that an eager step has read."""
+        with operators:
+            function()
+        for number, unread in zip(operators.numbers, operators.unread, strict=False):
+            self._as_read.mul_(unread.reshape(()) == number)
+        self._reads += operators.places
+
+    def _check_operators(self, name: str, captured: StepOperators) -> None:
+        eager = self._eager.pop(name)
+        if difference := first_difference(captured.calls, eager.calls):
+            raise RuntimeError(f"the captured {name} would run other operators: {difference}")
+
+    def replay(self, parts: Sequence[Batch]) -> Tensor | None:
+        """Replay the graphs for each micro-batch of a step, and return the mean loss.
+
+        Returns None, and leaves the parameters as they are, if the graphs contain a number that
+        Python would read differently in this step on any rank. While the GPU clips, Python waits
+        for the GPU to compare these numbers.
+        """
+        self._threshold.fill_(self.trainer.max_grad_norm)
         if self._sums:
             with phase("clip"):
                 torch._foreach_zero_([buffer.flat for buffer in self._sums])
+        if self._reads:
+            self._as_read.fill_(1)
         losses = []
-        for part in parts:
+        for number, part in enumerate(parts, 1):
             self._fill(part)
             for name, graphs in self.phases.items():
+                if name == "clip" and number == len(parts):
+                    compared = self._begin_comparison()
                 with phase(name):
                     for graph, complete in graphs:
                         graph.replay()
@@ -134,10 +190,35 @@ class StepGraphs:
         for buffer in self._sums:
             self.trainer.reduce(buffer)
         self.trainer._reductions += self._reductions
+        if compared:
+            compared.synchronize()
+            self._replays += 1
+            if not self._on_host:
+                self._misfits += 1
+                return None
         if self._fills:
             total: Tensor = torch.stack(losses).sum() / sum(self.trainer.sizes)
             return total
         return mean_of(losses)
+
+    @property
+    def seldom_fit(self) -> bool:
+        """True, with a warning, if most replays read other numbers than the captured step."""
+        if 2 * self._misfits <= self._replays:
+            return False
+        warn_without_graphs(f"Python reads changing numbers from the GPU, at {self._reads[0]}")
+        return True
+
+    def _begin_comparison(self) -> torch.cuda.Event | None:
+        """Begin to copy to the host whether all ranks read what an eager step has read."""
+        if not self._reads:
+            return None
+        if self.trainer.parallel != "none":
+            distributed.all_reduce(self._as_read, distributed.ReduceOp.MIN)
+        self._on_host.copy_(self._as_read, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
     def _fill(self, part: Batch) -> None:
         """Copy a batch or micro-batch into the graphs' input."""
@@ -208,6 +289,13 @@ class StepGraphs:
         Under DDP, the phase has several graphs, unless sums accumulate over micro-batches. The
         buffers that one graph completes are reduced while the next graph runs.
         """
+        self.trainer.captured_threshold = self._threshold
+        try:
+            return self._captured_clip()
+        finally:
+            self.trainer.captured_threshold = None
+
+    def _captured_clip(self) -> Recorded:
         if self._accumulates:
             all_of = partial(next_buffers, self.trainer.clipped(last=False), math.inf)
             graph, _ = self._capture(all_of)
@@ -251,7 +339,8 @@ def recorded_step(trainer: Any, part: Batch) -> StepGraphs | None:
     graphs = StepGraphs(trainer, part)
     graphs.warm_up()
     try:
-        graphs.record()
+        with no_collection():
+            graphs.record()
     except RuntimeError as error:
         first: BaseException = error  # later errors of CUDA only say that an error occurred before
         while isinstance(first.__context__, RuntimeError):
@@ -264,8 +353,13 @@ def recorded_step(trainer: Any, part: Batch) -> StepGraphs | None:
         return graphs
     graphs.discard()
     trainer.begin_step()
-    warnings.warn(f"fused runs without CUDA graphs, because {why}", stacklevel=3)
+    warn_without_graphs(why)
     return None
+
+
+def warn_without_graphs(why: str) -> None:
+    """Warn that the following steps run eagerly."""
+    warnings.warn(f"fused runs without CUDA graphs, because {why}", stacklevel=4)
 
 
 def reason(error: BaseException) -> str:
@@ -273,17 +367,25 @@ def reason(error: BaseException) -> str:
     what = str(error).partition("\n")[0]
     if "synchronizing" in what:
         what = f"the model or its loss reads from the GPU ({what})"
-    own = tuple(str(Path(file).parent) for file in (torch.__file__, __file__))
-    frames = traceback.extract_tb(error.__traceback__)
-    of_user = [frame for frame in frames if not frame.filename.startswith(own)]
-    return f"{what}, at {of_user[-1].filename}:{of_user[-1].lineno}" if of_user else what
+    place = place_of_user(traceback.extract_tb(error.__traceback__))
+    return f"{what}, at {place}" if place else what
 
 
 def signature(trainer: Any, part: Batch) -> tuple[object, ...]:
-    """Return what must be equal at capture and replay: shapes, dtypes, threshold and modes."""
+    """Return what must be equal at capture and replay.
+
+    These are the shapes and dtypes of the batch, the plain attributes of each layer, such as
+    ``training`` or a dropout's ``p``, and the addresses of buffers.
+    """
     leaves, structure = pytree.tree_flatten(part)
     kinds = [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
-    return structure, trainer.max_grad_norm, kinds, [layer.training for layer in trainer.layers]
+    return structure, kinds, [decided_by(layer) for layer in trainer.layers]
+
+
+def decided_by(layer: nn.Module) -> tuple[object, ...]:
+    """Return a layer's attributes of plain types, and the addresses of its buffers."""
+    plain = [(name, value) for name, value in vars(layer).items() if isinstance(value, PLAIN)]
+    return *plain, *(each.data_ptr() for each in layer._buffers.values() if each is not None)
 
 
 def next_buffers(buffers: Iterator[Buffer], least: float) -> list[Buffer]:
@@ -294,6 +396,22 @@ def next_buffers(buffers: Iterator[Buffer], least: float) -> list[Buffer]:
         if sum(each.flat.nbytes for each in some) >= least:
             break
     return some
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Collect garbage now, and not in this context.
+
+    The garbage may contain CUDA graphs. To destroy one during a capture ends the capture.
+    """
+    gc.collect()
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 @contextmanager
@@ -311,19 +429,12 @@ def synchronization(mode: str | int) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def waits_for_gpu(function: Callable[[], object]) -> bool:
-    """Call a function. Return True if Python waited for the GPU during the call."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with synchronization("warn"):
-            function()
-    waits = False
-    for each in caught:
-        if "synchronizing CUDA operation" in str(each.message):
-            waits = True
-        elif "Synchronization debug mode is" not in str(each.message):  # "a prototype feature"
-            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
-    return waits
+def without_states() -> AbstractContextManager[object]:
+    """Return a context in which activation checkpointing saves no states of random generators.
+
+    To save them is forbidden during a capture. Models that need them are not captured.
+    """
+    return patch.object(torch.utils.checkpoint, "get_device_states", lambda *_: ([], []))
 
 
 def hidden_capture() -> AbstractContextManager[object]:

@@ -267,7 +267,7 @@ class GramSums(NamedTuple):
     g_squares: Tensor
 
 
-def clipping_factors(squared_norms: Tensor, threshold: float) -> Tensor:
+def clipping_factors(squared_norms: Tensor, threshold: float | Tensor) -> Tensor:
     """Return clipping factors, ``[B]``, rounded down.
 
     Args:
@@ -488,8 +488,34 @@ class GhostNorms:
         samples, error = wide_product(g.mT, x), product_error(g.mT, x)
         self._put_gradient(samples, of_x * lengths, error, tokens, g.dtype)
         if bias:
-            samples, error = g.sum(1, dtype=torch.float64), ProductError(tokens * 2.0**-53, 0.0)
-            self._put_gradient(samples, lengths, error, tokens, g.dtype)
+            self.add_bias(g)
+
+    def add_bias(self, g: Tensor) -> None:
+        """Add the bias of a linear layer with output gradients ``[B, T, N]``."""
+        lengths = torch.linalg.vector_norm(g, dim=2, dtype=wide_type(g, g))
+        error = ProductError(g.shape[1] * 2.0**-53, 0.0)
+        samples = g.sum(1, dtype=torch.float64)
+        self._put_gradient(samples, lengths, error, g.shape[1], g.dtype)
+
+    def add_tied(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Add a weight ``[V, D]`` that linear layers and embeddings share.
+
+        A token of a linear layer adds ``g xᵀ`` to the gradient, and a token of an embedding adds
+        ``e gᵀ``, where e has a one at the token's row index. So the squared norm is that of a
+        linear layer with all these tokens, whose products are computed block by block.
+
+        Args:
+            pairs: for each layer the arguments ``x`` and ``g`` of `add`.
+        """
+        narrow = torch.cat([x if x.dim() == 3 else g for x, g in pairs], 1)
+        blocks = [[product_of_wide(one, other) for other in pairs] for one in pairs]
+        of_wide = torch.cat([torch.cat(row, 2) for row in blocks], 1)
+        of_narrow = wide_product(narrow, narrow.mT)
+        wide = torch.promote_types(of_wide.dtype, of_narrow.dtype)
+        sums = gram_sums(of_narrow.to(wide), of_wide.to(wide))
+        linear = [product_error(g) for x, g in pairs if x.dim() == 3]
+        errors = product_error(narrow), max(linear, default=ProductError(0.0, 0.0))
+        self._put(sums, gram_bound, narrow.shape[1], errors, narrow.dtype)
 
     def _put_gradient(
         self, samples: Tensor, lengths: Tensor, error: ProductError, tokens: int, dtype: torch.dtype
@@ -521,6 +547,23 @@ class GhostNorms:
             xs, gs = zip(*pairs, strict=True)
             made.append(squared_norms_of_alike([*xs], [*gs], bias))
         return [each for norms in made for each in norms.unbind()]
+
+
+def product_of_wide(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> Tensor:
+    """Return products ``[B, T, T']`` between tokens of two layers that share a weight ``[V, D]``.
+
+    The vectors of length V are a linear layer's output gradients, or the rows' unit vectors of an
+    embedding, see `GhostNorms.add_tied`.
+    """
+    (x, g), (y, h) = one, other
+    if x.dim() == y.dim() == 3:
+        return wide_product(g, h.mT)
+    if x.dim() == y.dim() == 2:
+        equal: Tensor = x[:, :, None] == y[:, None, :]
+        return equal.to(wide_type(g, h))
+    if x.dim() == 2:
+        return product_of_wide(other, one).mT
+    return g.gather(2, y[:, None, :].expand(-1, g.shape[1], -1)).to(wide_type(g, h))
 
 
 def row_sums(rows: Tensor, g: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from opacus.grad_sample import GradSampleModule
@@ -47,12 +47,14 @@ class Rule(ABC, Generic[L]):
     and sums for all calls together are computed.
 
     Attributes:
+        rows: how many rows of the input's first dimension belong to each example.
         trained: the layer's own trained parameters, by the names of their attributes. Under FSDP2,
             these are shards, so the rule must be made after the model was sharded.
     """
 
     def __init__(self, layer: L, name: str) -> None:
         self.layer, self.name = layer, name
+        self.rows = 1
         bias = getattr(layer, "bias", None)
         self.trains_bias = isinstance(bias, Tensor) and bias.requires_grad
         own = layer.named_parameters(recurse=False)
@@ -74,11 +76,15 @@ class Rule(ABC, Generic[L]):
         if not isinstance(returned, Tensor):
             raise self.refusal(f"it must return a tensor, not a {type(returned).__name__}")
         for what, tensor in (("input", given[0]), ("output", returned)):
-            if tensor.dim() == 0 or len(tensor) != examples:
+            if tensor.dim() == 0 or len(tensor) != examples * self.rows:
                 raise self.refusal(
                     f"its {what} has the shape {list(tensor.shape)}, but the first dimension must "
-                    f"have the size {examples}, the number of examples (expand what examples share)"
+                    f"have the size {examples * self.rows}, for {examples} examples (expand what "
+                    f"examples share)"
                 )
+
+    takes_rows: ClassVar[bool] = False
+    """Whether several rows of the input's first dimension may belong to each example."""
 
     def way(self, x: Tensor, g: Tensor, ways: Collection[str], **options: bool) -> str:
         """Choose how to compute norms, among ``ways`` of `dpbench.training.norms`."""
@@ -90,9 +96,9 @@ class Rule(ABC, Generic[L]):
             seen.append((x, g))
             return
         made = self.samples(x, g)
-        for parameter, samples in seen[0].items() if seen else ():
-            samples += made[parameter]
-        seen[:] = seen or [made]
+        if seen:  # not in place, because a sampler may return a view of the output gradient
+            made = {parameter: seen[0][parameter] + each for parameter, each in made.items()}
+        seen[:] = [made]
 
     @abstractmethod
     def samples(self, x: Tensor, g: Tensor) -> dict[Tensor, Tensor]:
@@ -101,6 +107,8 @@ class Rule(ABC, Generic[L]):
 
 class PairRule(Rule[L]):
     """A rule that can clip without per-sample gradients, from activations and output gradients."""
+
+    takes_rows = True
 
     @abstractmethod
     def joined(self, seen: Saved) -> tuple[Tensor, Tensor]:
@@ -192,10 +200,20 @@ class EmbeddingRule(PairRule[nn.Embedding]):
         return ids, g
 
 
+class ScaledEmbeddingRule(EmbeddingRule):
+    """Rule of embeddings of Transformers that multiply the rows by ``embed_scale``."""
+
+    def joined(self, seen: Saved) -> tuple[Tensor, Tensor]:
+        ids, g = super().joined(seen)
+        scale: Any = self.layer.embed_scale
+        return ids, g * (scale.to(g.dtype) if isinstance(scale, Tensor) else scale)
+
+
 class SampledRule(Rule[nn.Module]):
     """Rule of all other layers. It needs per-sample gradients.
 
-    The gradients are computed by Opacus's function for this kind of layer, or else by functorch.
+    The gradients are computed by Opacus's function for this kind of layer, or else by functorch, or
+    else for one example after another.
     """
 
     def __init__(self, layer: nn.Module, name: str) -> None:
@@ -204,6 +222,7 @@ class SampledRule(Rule[nn.Module]):
         if kind is nn.EmbeddingBag:
             raise self.refusal("it takes more than one tensor")
         self._sampler = GradSampleModule.GRAD_SAMPLERS.get(kind)
+        self._one_by_one = False
         pads_otherwise = getattr(layer, "padding_mode", "zeros") != "zeros"
         if pads_otherwise or (kind is nn.LayerNorm and layer.bias is None):
             self._sampler = None  # Opacus 1.6 expects zero padding, and a bias of layer norms
@@ -213,7 +232,12 @@ class SampledRule(Rule[nn.Module]):
                 raise self.refusal(f"it has its own parameter {own}, but also contains layers")
             if isinstance(layer, FSDPModule):
                 raise self.refusal("FSDP2 shards it as a block, which functorch cannot copy")
-            prepare_layer(layer)  # copies the layer, which does not have this trainer's hooks yet
+            try:
+                prepare_layer(
+                    layer
+                )  # copies the layer, which does not have this trainer's hooks yet
+            except NotImplementedError as error:
+                raise self.refusal(str(error)) from error
 
     def samples(self, x: Tensor, g: Tensor) -> dict[Tensor, Tensor]:
         # Under FSDP2, the backward uses gathered parameters, but `trained` has sharded parameters.
@@ -232,19 +256,33 @@ class SampledRule(Rule[nn.Module]):
             raise self.refusal(
                 "its output is its block's output, so FSDP2 gathers its parameters too late"
             )
+        if self._one_by_one:
+            return self._of_each_example(x, g)
         try:  # Opacus 1.6 reads images that are not contiguous in the wrong order
             made = sampler(self.layer, [as_computed(x, g).contiguous()], g)
         except RuntimeError as error:
             if not any(known in str(error) for known in ("functorch", "vmap")):
                 raise
-            raise self.refusal(" ".join(str(error).split())) from error
+            self._one_by_one = True
+            return self._of_each_example(x, g)
         return {parameter: each for parameter, each in made.items() if parameter.requires_grad}
+
+    def _of_each_example(self, x: Tensor, g: Tensor) -> Gradients:
+        """Compute the gradients of one example after another."""
+        own = [getattr(self.layer, name) for name in self.trained]
+        with torch.enable_grad():
+            each = [
+                torch.autograd.grad(self.layer.forward(one), own, of_output)
+                for one, of_output in zip(as_computed(x, g).split(1), g.split(1), strict=True)
+            ]
+        return {p: torch.stack(made) for p, made in zip(own, zip(*each, strict=True), strict=True)}
 
 
 class LayerNormRule(SampledRule):
     """Computes the per-sample gradients of a layer norm by one operator, `layer_norm_samples`."""
 
     layer: nn.LayerNorm
+    takes_rows = True
 
     def __init__(self, layer: nn.Module, name: str) -> None:
         Rule.__init__(self, layer, name)  # the rule needs no sampler of Opacus
@@ -273,10 +311,24 @@ def rule_of(layer: nn.Module, name: str, *, kernels: bool) -> Rule[Any]:
         name: the layer's name in the model.
         kernels: whether `LayerNormRule` is the rule of usual layer norms.
     """
-    if kernels and isinstance(layer, nn.LayerNorm) and len(layer.normalized_shape) == 1:
-        return LayerNormRule(layer, name)
     kind = kind_of(layer)
+    if kernels and isinstance(layer, nn.LayerNorm) and has_usual_norm(layer):
+        return LayerNormRule(layer, name)
+    if kind.__name__.endswith("ScaledWordEmbedding") and hasattr(layer, "embed_scale"):
+        return ScaledEmbeddingRule(layer, name)  # type: ignore[arg-type]
     return RULES.get(f"{kind.__module__}.{kind.__qualname__}", SampledRule)(layer, name)
+
+
+def has_usual_norm(layer: nn.LayerNorm) -> bool:
+    """Return True for PyTorch's own layer norm over the last dimension, not for a subclass."""
+    return kind_of(layer) is nn.LayerNorm and len(layer.normalized_shape) == 1
+
+
+def can_be_tied(rule: Rule[Any]) -> bool:
+    """Return True if the layer's weight is ``[V, D]`` in the sense of `GhostNorms.add_tied`."""
+    return isinstance(rule, EmbeddingRule) or (
+        isinstance(rule, LinearRule) and isinstance(rule.layer, nn.Linear)
+    )
 
 
 def as_computed(x: Tensor, g: Tensor) -> Tensor:

@@ -6,8 +6,7 @@ Each error says what would work. Most errors name the layer or parameter that is
 from __future__ import annotations
 
 import traceback
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -255,43 +254,35 @@ def memory_of(tensor: Tensor) -> int:
     return storage if local.numel() else 0
 
 
-def check_untied(model: nn.Module) -> None:
-    """Raise if two layers share a trained parameter, whose gradient is a sum over both layers."""
-    owners = Counter(
-        parameter
-        for layer in model.modules()
-        for parameter in layer.parameters(recurse=False)
-        if parameter.requires_grad
-    )
-    for shared in (parameter for parameter, times in owners.items() if times > 1):
-        names = [name for name, p in model.named_parameters(remove_duplicate=False) if p is shared]
-        raise ConfigurationError(
-            f"{' and '.join(names)} are one parameter of several layers, and this trainer can only "
-            f"compute norms for each layer: untie or freeze them, or {BY_EXAMPLE}"
-        )
+def check_unmixed_layers(model: nn.Module) -> None:
+    """Raise if a layer is known to mix examples, or to keep statistics of them."""
+    for name, layer in model.named_modules():
+        mixes = isinstance(layer, _BatchNorm) and layer.training
+        if mixes or (getattr(layer, "track_running_stats", False) and layer.training):
+            raise ConfigurationError(_about(name, layer, "it computes statistics of all examples"))
+        if isinstance(layer, nn.Embedding) and layer.max_norm is not None:
+            words = "with max_norm, it changes its weight in forward"
+            raise ConfigurationError(_about(name, layer, words, "leave out max_norm"))
 
 
-@contextmanager
-def used_only_in_layers(
-    model: nn.Module, own: Mapping[nn.Module, Collection[str]]
-) -> Iterator[list[Tensor]]:
-    """Raise if a loss uses a trained parameter outside the calls of the parameter's layer.
+def used_outside(
+    model: nn.Module, own: Mapping[nn.Module, Collection[str]], loss: Callable[[], Tensor]
+) -> list[str]:
+    """Return the names of trained parameters that a loss uses outside the calls of their layers.
 
-    In this context, trained parameters require gradients only outside the calls of their layers.
+    Trained parameters require gradients only outside these calls, and not after this function.
 
     Args:
-        model: the model, whose trained parameters do not require gradients now.
-        own: the attribute names of each layer's trained parameters.
-
-    Yields:
-        A list, to which the caller adds the loss.
+        model: the model.
+        own: the names of trained parameters in each layer that has a rule for them.
+        loss: computes a loss. It is called once.
     """
-    trained = [getattr(layer, name) for layer, names in own.items() for name in names]
+    trained = [part.get_parameter(name) for part, names in own.items() for name in names]
     names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
 
     def switch(on: bool, layer: nn.Module, *_: object) -> None:
         for name in own[layer]:
-            getattr(layer, name).requires_grad_(on)
+            layer.get_parameter(name).requires_grad_(on)
 
     def add_gathered(*_: object) -> None:
         names.update((parameter, name) for name, parameter in model.named_parameters())
@@ -302,25 +293,31 @@ def used_only_in_layers(
     hooks += [layer.register_forward_hook(partial(switch, True)) for layer in own]
     for parameter in trained:
         parameter.requires_grad_()
-    losses: list[Tensor] = []
     try:
-        yield losses
+        waiting: list[Any] = [loss().grad_fn]
     finally:
         for parameter in trained:
             parameter.requires_grad_(False)
         for hook in hooks:
             hook.remove()
-    waiting: list[Any] = [loss.grad_fn for loss in losses]
     known: set[Any] = {None}
+    found: list[str] = []
     while waiting:
         node = waiting.pop()
         if node in known:
             continue
         known.add(node)
         if (name := names.get(getattr(node, "variable", None))) is not None:
-            raise ConfigurationError(
-                f"the model uses parameter {name} without a call of its layer, so the gradients "
-                f"of single examples are unknown: call the layer, freeze the parameter with "
-                f"requires_grad_(False), or {BY_EXAMPLE}"
-            )
+            found.append(name)
         waiting += (following for following, _ in node.next_functions)
+    return found
+
+
+def check_used_in_layers(names: Sequence[str]) -> None:
+    """Raise if the result of `used_outside` has a name."""
+    if names:
+        raise ConfigurationError(
+            f"the model uses parameter {names[0]} without a call of its layer, so the gradients "
+            f"of single examples are unknown: call the layer, freeze the parameter with "
+            f"requires_grad_(False), or {BY_EXAMPLE}"
+        )

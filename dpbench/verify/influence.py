@@ -72,8 +72,8 @@ class Influences(TorchDispatchMode):
             else:
                 self._storages.pop(storage._cdata, None)
         if len(self._storages) > self._most:
-            kept = {key: each for key, each in self._storages.items() if not each[0].expired()}
-            self._storages, self._most = kept, MOST_EXPIRED + 2 * len(kept)
+            alive = {key: each for key, each in self._storages.items() if not each[0].expired()}
+            self._storages, self._most = alive, MOST_EXPIRED + 2 * len(alive)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

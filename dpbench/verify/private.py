@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from dpbench.verify.reference import (
     distances,
     examples_of_pass,
     hook_owners,
-    keep,
+    restore_later,
 )
 
 LOWERED = 0.25
@@ -40,16 +40,16 @@ SIGMAS = ("noise_multiplier", "_adjusted_noise_multiplier")
 """Attributes of Opacus's optimizers that hold σ."""
 
 
-class PrivateStep(Protocol):
-    """A step that hands private gradients over to an ordinary optimizer.
+class PrivateStep:
+    """A step of an optimizer of Opacus, which hands private gradients over to another optimizer.
 
     The gradient is the sum of the examples' clipped gradients and of noise with the standard
-    deviation σC, divided by ``divisor``. An optimizer other than Opacus's offers its steps by a
-    method ``private_step``, which is called when the step begins.
+    deviation σC, divided by ``divisor``.
 
     Attributes:
+        outer: Opacus's optimizer, which may be of a derived class.
         inner: the optimizer to which gradients are handed over.
-        parameters: the parameters that are trained.
+        parameters: the parameters that are trained, by name.
         sigma: σ, the multiplier of the noise of the gradients.
         threshold: the clipping threshold C, or a list of one threshold for each parameter, whose
             norm is C.
@@ -59,38 +59,12 @@ class PrivateStep(Protocol):
         divisor: the number by which the sum of this step is divided.
     """
 
-    inner: Optimizer
-    parameters: Sequence[nn.Parameter]
-    sigma: float
-    threshold: Threshold
-    mean: bool
-    batch_size: int
-    divisor: int
-
-    def lower(self, wanted: Threshold, modules: Sequence[nn.Module]) -> Threshold | None:
-        """Lower the threshold of later steps wherever it is kept, also by the hooks of modules.
-
-        Returns:
-            The threshold before; None if it is not above ``wanted``.
-        """
-
-    def without_noise(self, step: Callable[[], Any], seed: int) -> list[Tensor] | None:
-        """Return the gradients that a step with σ = 0 would hand over, and undo the step.
-
-        Args:
-            step: takes the step.
-            seed: seeds the random numbers of the step that is undone.
-
-        Returns:
-            One gradient for each parameter; None if the step only accumulates gradients.
-        """
-
-
-class OpacusStep(PrivateStep):
-    """A step of an optimizer of Opacus, which may be of a derived class."""
-
-    def __init__(self, outer: Any) -> None:
-        self.outer, self.inner, self.parameters = outer, outer.original_optimizer, [*outer.params]
+    def __init__(self, outer: Any, names: Mapping[int, str]) -> None:
+        """Observe a step of ``outer``. ``names`` has the names of parameters by their ids."""
+        self.outer, self.inner = outer, outer.original_optimizer
+        self.parameters: dict[str, nn.Parameter] = {
+            names.get(id(p), f"parameter {i}"): p for i, p in enumerate(outer.params)
+        }
         self.sigma = float(getattr(outer, SIGMAS[1], outer.noise_multiplier))
         if self.sigma and (of_count := getattr(outer, "unclipped_num_std", 0)):
             # Adaptive clipping spends part of the privacy budget on a count of unclipped
@@ -106,7 +80,11 @@ class OpacusStep(PrivateStep):
         return float(self.outer.max_grad_norm) if each is None else [*map(float, each)]
 
     def lower(self, wanted: Threshold, modules: Sequence[nn.Module]) -> Threshold | None:
-        """See `PrivateStep.lower`."""
+        """Lower the threshold of later steps wherever it is kept, also by the hooks of modules.
+
+        Returns:
+            The threshold before; None if it is not above ``wanted``.
+        """
         now = torch.tensor(before := self._threshold())
         if now.ndim != torch.tensor(wanted).ndim or not (now > torch.tensor(wanted)).any():
             return None
@@ -119,17 +97,37 @@ class OpacusStep(PrivateStep):
             each.max_grad_norm = float(each.max_grad_norm) * float(lowered.norm() / now.norm())
         return before
 
-    def without_noise(self, step: Callable[[], Any], seed: int) -> list[Tensor] | None:
-        """See `PrivateStep.without_noise`."""
+    def handed(self, step: Callable[[], Any], number: int) -> Gradients | None:
+        """Return the gradients that the step would hand over with σ = 0.
 
+        The step is taken and undone two or three times, which must agree. Steps with an odd
+        ``number`` are taken once more, so that code which counts its own calls does not always meet
+        the same count.
+
+        Args:
+            step: takes the step.
+            number: the number of steps before.
+
+        Returns:
+            The gradients; None if the step only accumulates gradients.
+        """
+        seeds = range(number, number + 2 + number % 2)
+        first, *others = [self._without_noise(step, seed) for seed in seeds]
+        for other in others:
+            for name, a in (first or {}).items():
+                if not (a - (other or {})[name]).norm() <= TOLERANCE * a.norm():
+                    raise NotChecked("a step with σ = 0 is still random")
+        return first
+
+    def _without_noise(self, step: Callable[[], Any], seed: int) -> Gradients | None:
         def stop(optimizer: Any, args: Any, options: Any) -> None:
             if optimizer is self.inner:
                 raise _HandedOver
 
-        devices = {p.device for p in self.parameters if p.device.type == "cuda"}
+        devices = {p.device for p in self.parameters.values() if p.device.type == "cuda"}
         with ExitStack() as undo, torch.random.fork_rng(devices):
             undo.callback(random.setstate, random.getstate())
-            keep(undo, [self.outer.__dict__, *self.parameters], set())
+            restore_later(undo, [self.outer.__dict__, *self.parameters.values()], set())
             torch.manual_seed(seed)
             for name in SIGMAS:
                 if hasattr(self.outer, name):
@@ -144,7 +142,11 @@ class OpacusStep(PrivateStep):
                 pass
             except Exception as error:
                 raise NotChecked(f"a step cannot be taken without noise: {error}") from error
-            return [gradient_of(p).clone() for p in self.parameters]
+            return {name: gradient_of(p).clone() for name, p in self.parameters.items()}
+
+
+class _HandedOver(Exception):
+    """Ends a step without noise, as soon as the inner optimizer would step."""
 
 
 class PrivateSteps:
@@ -177,32 +179,26 @@ class PrivateSteps:
         self._own: dict[int, Threshold] = {}  # the script's thresholds that have been lowered
 
     def begin(
-        self,
-        private: PrivateStep,
-        named: Mapping[str, nn.Parameter],
-        calls: list[Call],
-        step: Callable[[], Any],
-        number: int,
+        self, private: PrivateStep, calls: list[Call], step: Callable[[], Any], number: int
     ) -> None:
         """Compare the gradients that a step would hand over without noise.
 
         Args:
             private: the step.
-            named: its parameters by name.
             calls: the calls since the step before whose gradients the step uses.
-            step: takes the step, see `PrivateStep.without_noise`.
+            step: takes the step, see `PrivateStep.handed`.
             number: the number of steps before.
         """
         key = id(private.inner)
         self.latest[key], self.handed[key] = private, {}
         self._accumulated.setdefault(key, []).append(calls)
         try:
-            gradients = handed_without_noise(private, step, number)
+            gradients = private.handed(step, number)
             if gradients is None:  # the step only accumulates gradients
                 del self.handed[key]
             else:
-                self.handed[key] = dict(zip(named, gradients, strict=True))
-                self._compare(private, named, self._accumulated.pop(key))
+                self.handed[key] = gradients
+                self._compare(private, self._accumulated.pop(key))
         except NotChecked as reason:
             self.reasons[str(reason)] = None
 
@@ -212,22 +208,18 @@ class PrivateSteps:
             if before := self.latest[key].lower(wanted, modules):
                 self._own.setdefault(key, before)
 
-    def _compare(
-        self,
-        private: PrivateStep,
-        named: Mapping[str, nn.Parameter],
-        accumulated: Sequence[Sequence[Call]],
-    ) -> None:
+    def _compare(self, private: PrivateStep, accumulated: Sequence[Sequence[Call]]) -> None:
         """Compare a step's gradients without noise with those of a loop over the examples."""
         key = id(private.inner)
         passes = [
-            [call for call in part if call.backward == number]
-            for part in accumulated
-            for number in sorted({call.backward for call in part})
+            [call for call in calls if call.backward == number]
+            for calls in accumulated
+            for number in sorted({call.backward for call in calls})
         ]
         if not passes:
             raise NotChecked("no loss of a module's outputs trains the optimizer's parameters")
-        groups = [examples_of_pass(each, named, mean=private.mean) for each in passes]
+        trained = private.parameters
+        groups = [examples_of_pass(each, trained, mean=private.mean) for each in passes]
         last_passes = len({call.backward for call in accumulated[-1]}) or 1
         divisor = private.batch_size * last_passes if private.mean else 1
         examples = replace(Examples.joined(groups), expected=divisor)
@@ -279,8 +271,8 @@ class PrivateSteps:
         if not (deviation and clipped):
             return
         noise, rounding, largest = dict[str, Tensor](), 0.0, 0.0
-        for (name, before), p in zip(clipped.items(), private.parameters, strict=True):
-            received = gradient_of(p)
+        for name, before in clipped.items():
+            received = gradient_of(private.parameters[name])
             noise[name] = ((received.double() - before) / deviation).flatten()
             rounding += (torch.finfo(received.dtype).eps * float(received.norm())) ** 2
             largest = max(largest, float(before.abs().max()))
@@ -291,31 +283,10 @@ class PrivateSteps:
         self.draws.setdefault(tuple(noise), []).append(draw)
 
 
-def handed_without_noise(
-    private: PrivateStep, step: Callable[[], Any], number: int
-) -> list[Tensor] | None:
-    """Take a step without noise two or three times, and return the gradients if they agree.
-
-    Steps with an odd ``number`` are taken once more, so that code which counts its own calls does
-    not always meet the same count.
-    """
-    seeds = range(number, number + 2 + number % 2)
-    first, *others = [private.without_noise(step, seed) for seed in seeds]
-    for other in others:
-        for a, b in zip(first or (), other or (), strict=True):
-            if not (a - b).norm() <= TOLERANCE * a.norm():
-                raise NotChecked("a step with σ = 0 is still random")
-    return first
-
-
 def gradient_of(parameter: Tensor) -> Tensor:
     """Return a parameter's gradient, or zeros if it has none."""
     grad = parameter.grad
     return torch.zeros_like(parameter) if grad is None else grad.detach()
-
-
-class _HandedOver(Exception):
-    """Ends a step without noise, as soon as the inner optimizer would step."""
 
 
 def _quarter(examples: Examples, threshold: Threshold) -> Threshold:

@@ -56,9 +56,9 @@ class Examples:
     gradients: Gradients
     expected: int | None = None
 
-    def chosen(self, kept: slice | Tensor, expected: int | None = None) -> Examples:
-        """Return the gradients of the examples that ``kept`` selects, with a new ``expected``."""
-        chosen = {name: gradient[kept] for name, gradient in self.gradients.items()}
+    def chosen(self, which: slice | Tensor, expected: int | None = None) -> Examples:
+        """Return the gradients of the examples that ``which`` selects, with a new ``expected``."""
+        chosen = {name: gradient[which] for name, gradient in self.gradients.items()}
         return Examples(chosen, expected)
 
     @classmethod
@@ -89,7 +89,7 @@ class Examples:
     @cached_property
     def norms(self) -> Tensor:
         """The norm of each per-sample gradient, ``[examples, parameters]`` float64."""
-        each = [g.double().reshape(len(g), math.prod(g.shape[1:])) for g in self._each]
+        each = [g.double().reshape(len(g), math.prod(g.shape[1:])) for g in self.gradients.values()]
         return torch.stack([torch.linalg.vector_norm(g, dim=1) for g in each], dim=1)
 
     @cached_property
@@ -104,12 +104,10 @@ class Examples:
 
         Float32 sums of millions of squares have relative errors of about 1e-5 or more.
         """
-        rounded = torch.stack([g.reshape(len(g), -1).norm(2, dim=1) for g in self._each], dim=1)
+        rounded = torch.stack(
+            [g.reshape(len(g), -1).norm(2, dim=1) for g in self.gradients.values()], dim=1
+        )
         return float((rounded - self.norms).abs().div(self.norms).nan_to_num(posinf=0.0).max())
-
-    @property
-    def _each(self) -> Sequence[Tensor]:
-        return [*self.gradients.values()]
 
     def factors(self, clips: str, threshold: Threshold, added: float = 1e-6) -> Tensor:
         """Return the clipping factors, ``[examples, parameters]``.
@@ -128,7 +126,8 @@ class Examples:
         """Return the factors of a known mistake: clipping the mean gradient of each micro-batch."""
         sizes = part_sizes(len(self.norms), parts)
         means = [
-            torch.stack([p.mean(0).flatten() for p in g.double().split(sizes)]) for g in self._each
+            torch.stack([p.mean(0).flatten() for p in g.double().split(sizes)])
+            for g in self.gradients.values()
         ]
         norms = torch.cat(means, dim=1).norm(dim=1)
         of_parts: Tensor = (norms.new_tensor(threshold).norm() / norms).clamp(max=1.0)
@@ -317,11 +316,11 @@ def _repeat_for_example(call: Call, i: int, size: int) -> dict[int, Tensor]:
     """
     dimension = call.dimension
 
-    def part(tensor: Tensor) -> Tensor:
+    def of_example(tensor: Tensor) -> Tensor:
         has_rows = tensor.ndim > dimension and tensor.shape[dimension] == size
         return tensor.narrow(dimension, i, 1) if has_rows else tensor
 
-    args, options = pytree.tree_map_only(Tensor, part, call.arguments)
+    args, options = pytree.tree_map_only(Tensor, of_example, call.arguments)
     enabled, dtype = call.autocast
     # Call the wrapped module, because Opacus's wrapper may itself compute per-sample gradients.
     module = getattr(call.module, "_module", call.module)
@@ -385,7 +384,7 @@ def _undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
                 undo.callback(setattr, owner, "hooks_enabled", owner.hooks_enabled)
                 owner.hooks_enabled = False
             for layer in module.modules():
-                keep(undo, vars(layer), {id(layer._parameters)})
+                restore_later(undo, vars(layer), {id(layer._parameters)})
         yield
 
 
@@ -394,11 +393,11 @@ def _restore(tensor: Tensor, before: Tensor) -> None:
         tensor.copy_(before)
 
 
-def keep(undo: ExitStack, value: Any, kept: set[int]) -> None:
+def restore_later(undo: ExitStack, value: Any, seen: set[int]) -> None:
     """Restore values in place on exit: tensors with their attributes, generators, lists, dicts."""
-    if id(value) in kept:
+    if id(value) in seen:
         return
-    kept.add(id(value))
+    seen.add(id(value))
     inside: Any = ()
     if isinstance(value, Tensor):
         inside = [value.__dict__, value.grad if value.is_leaf else None]
@@ -414,4 +413,4 @@ def keep(undo: ExitStack, value: Any, kept: set[int]) -> None:
         undo.callback(value.clear)  # callbacks are called in reverse order
         inside = copy.values()
     for each in inside:
-        keep(undo, each, kept)
+        restore_later(undo, each, seen)

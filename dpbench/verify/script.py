@@ -102,7 +102,7 @@ def _noise_checks(private: PrivateSteps, steps: int) -> Iterator[Check]:
         some = f" in {len(private.noiseless)} of {steps} steps" * bool(private.draws)
         why = f"σ is 0{some}" if private.noiseless else "no private step was compared"
         yield Check("noise", NOT_JUDGED, "", why)
-    dtypes = {p.dtype for each in private.latest.values() for p in each.parameters}
+    dtypes = {p.dtype for each in private.latest.values() for p in each.parameters.values()}
     dtype = min(dtypes, key=lambda each: each.itemsize, default=torch.float32)
     for names, draws in private.draws.items():
         of = f" of {names[0]}, …" * (len(private.draws) > 1)
@@ -128,12 +128,6 @@ def _gradient_checks(private: PrivateSteps) -> Iterator[Check]:
 
 def _notes(record: StepRecord) -> Iterator[Check]:
     notes = {}
-    if record.holders:
-        names = _named([*record.holders])
-        notes["attributes"] = f"{names}: hold data of earlier batches, so do not publish them"
-    if record.changed:
-        names = _named([*record.changed])
-        notes["other changes"] = f"{names}: change between steps, by no optimizer"
     if record.follows:
         why = "if by a metric of private data, that is a leak"
         notes["learning rate"] = f"ReduceLROnPlateau changes it; {why}"

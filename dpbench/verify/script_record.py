@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dpbench.child.recorder import Calls
 from dpbench.verify.influence import MADE, Influences, tensors_in
-from dpbench.verify.private import OpacusStep, PrivateSteps
+from dpbench.verify.private import PrivateStep, PrivateSteps
 from dpbench.verify.reference import NEGLIGIBLE, Call, trained_outputs
 from dpbench.verify.trained_model import name_in_model, without_dropout
 
@@ -74,9 +74,7 @@ class StepRecord(Calls):
         unowned: by their ids, parameters of an optimizer but of no called module, and whether each
             had a gradient.
         bypassed: the class of an optimizer that steps in place of a private optimizer.
-        changed: parameters that change beside the optimizers' steps.
         remembers: whether losses depend on batches of earlier steps.
-        holders: attributes that depend on batches of earlier steps.
         follows: whether learning rates follow a metric.
         depends: sources of parameters and buffers.
         models: the called modules that compute gradients.
@@ -91,17 +89,13 @@ class StepRecord(Calls):
         self.known: dict[str, ParameterHistory] = {}
         self.unowned: dict[int, tuple[Tensor, bool]] = {}
         self.bypassed = ""
-        self.changed: dict[str, None] = {}
         self.remembers = self.follows = False
-        self.holders: dict[str, None] = {}
         self.depends: dict[str, int] = {}
         self.models: dict[int, nn.Module] = {}
         self._called: dict[int, nn.Module] = {}  # all called modules, also without gradients
-        self._left = WeakTensorKeyDictionary()  # values of parameters after optimizers' steps
         self._sources: dict[int, Source] = {}
         self._batches = 0  # batches so far
         self._judged = 0  # sources of the batches in private steps
-        self._before = 0  # those without the last step
         self._leaves = WeakTensorKeyDictionary()  # those of `Influences` at the last step's end
         self._calls: list[Call] = []
         self._passes = 0  # backward passes so far
@@ -121,7 +115,6 @@ class StepRecord(Calls):
 
     def forward(self, call: Any, module: Any, args: Any, options: Any) -> Any:
         self._called[id(module)] = module
-        self._compare_with_left()
         call = partial(self._call, call)
         if not torch.is_grad_enabled():
             return call(module, *args, **options)
@@ -175,10 +168,8 @@ class StepRecord(Calls):
         self._passes += 1
 
     def private_step(self, optimizer: Any, step: Callable[[], Any]) -> None:
-        private = getattr(optimizer, "private_step", lambda: OpacusStep(optimizer))()
-        names = {id(p): name for name, p in self.parameters().items()}
-        own = {names.get(id(p), f"parameter {i}"): p for i, p in enumerate(private.parameters)}
-        ids = {id(p) for p in own.values()}
+        private = PrivateStep(optimizer, {id(p): name for name, p in self.parameters().items()})
+        ids = {id(p) for p in private.parameters.values()}
         self._forget_unused()
         made = [c for c in self._calls if c.gradients and ids & {*map(id, c.module.parameters())}]
         self._calls = [call for call in self._calls if call not in made]
@@ -187,29 +178,18 @@ class StepRecord(Calls):
         self.remembers |= read & self._judged & ~now > SOURCES
         self._judged |= now
         with self.influences.paused():
-            self.private.begin(private, own, made, step, self.steps)
+            self.private.begin(private, made, step, self.steps)
 
     def update(self, optimizer: Any) -> None:
         self._note_parameters(optimizer)
         if id(optimizer) in self.private.handed:
             with self.influences.paused():
                 self.private.collect(optimizer, self.steps)
-            for p in self.private.latest[id(optimizer)].parameters:
+            for p in self.private.latest[id(optimizer)].parameters.values():
                 if p.grad is not None:
                     self.influences.assign(p.grad, 0)
         elif any(hasattr(p, "summed_grad") for g in optimizer.param_groups for p in g["params"]):
             self.bypassed = type(optimizer).__name__
-
-    def updated(self, optimizer: Any) -> None:
-        for p in (p for each in self.private.latest.values() for p in each.parameters):
-            self._left[p] = p.detach().clone()
-
-    def _compare_with_left(self) -> None:
-        """Record which parameters have changed since the optimizers' last steps."""
-        for name, p in self.parameters().items() if self._left else ():
-            if p in self._left and not torch.equal(p, self._left[p]):
-                self.changed[name] = None
-        self._left.clear()
 
     def schedule_by(self, metric: Any) -> None:
         self.follows = True
@@ -230,18 +210,6 @@ class StepRecord(Calls):
         named += [(f"a tensor of {shape_of(p)}", p) for p in others if id(p) not in known]
         for name, each in named:
             self.depends[name] = self.depends.get(name, 0) | self.influences.of(each)
-
-        for module in self._called.values():
-            self._note_attributes(module)
-        self._before = self._judged
-
-    def _note_attributes(self, module: nn.Module) -> None:
-        """Record attributes, other than buffers, that depend on batches of earlier steps."""
-        for path, layer in module.named_modules():
-            for name, value in vars(layer).items():
-                of_batches = self.influences.of(value) & self._before
-                if of_batches > SOURCES and name not in ("_buffers", "_parameters"):
-                    self.holders[name_in_model(f"{path}.{name}".strip("."))] = None
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters of the modules that the loop has called so far, by name."""

@@ -112,7 +112,7 @@ def verify_here(
     ]:
         raise ConfigurationError(f"verify chooses {refused[0]}: leave it out of the trainer's name")
     with torch.random.fork_rng([place] if place.type == "cuda" else []):
-        verification = _verification(case, place)
+        verification = verification_of(case, place)
         with _other_process(case, device, processes) as steps:
             steps = steps if processes else other_process
             if place.type == "cuda":  # its memory may not suffice for both processes
@@ -121,7 +121,8 @@ def verify_here(
             return [*checks, *check_layer(case, place, verification.clips, verification.weights)]
 
 
-def _verification(case: Case, device: torch.device) -> Verification:
+def verification_of(case: Case, device: torch.device) -> Verification:
+    """Return the checks of a trainer on its case, or refuse a trainer that is not private."""
     trainer, _ = build(case, device, 1)
     if isinstance(trainer, StandardTrainer):
         raise ConfigurationError(
@@ -165,7 +166,7 @@ def _take_noisy_steps(case: Case, device: str) -> list[dict[str, Any]]:
 
 
 def _noise_of_rank(device: str, case: Case) -> list[dict[str, Any]]:
-    steps = _verification(case, pick_device(device)).steps_elsewhere(OTHER_PROCESS_SEED)
+    steps = verification_of(case, pick_device(device)).steps_elsewhere(OTHER_PROCESS_SEED)
     return [{name: g.float().cpu().numpy() for name, g in step.items()} for step in steps]
 
 

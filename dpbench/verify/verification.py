@@ -91,11 +91,7 @@ class Verification:
     """
 
     def __init__(
-        self,
-        case: Case,
-        device: torch.device,
-        clips: str,
-        weights: Sequence[float] = INDEPENDENT,
+        self, case: Case, device: torch.device, clips: str, weights: Sequence[float] = INDEPENDENT
     ) -> None:
         self.case, self.clips, self.weights = case, clips, weights
         self.model = TrainedModel(case, device, STEPS)

@@ -44,7 +44,7 @@ SLOW = pytest.mark.slow
 def test_a_step_is_known_at_its_batch_size_and_its_memory_at_larger_ones(
     trainer: str, axes: dict[str, Any]
 ) -> None:
-    usual: dict[str, Any] = {"batch_size": 4, "seq_len": 16, "model_size": "128x128x3x2"}
+    usual: dict[str, Any] = {"batch_size": 4, "seq_len": 16, "model_size": "128x128x1x2"}
     case = Case(trainer, **usual | axes)
     found = footprint(case)
     total = found.totals(

@@ -87,11 +87,9 @@ def test_a_saved_runs_cells_have_tables_with_what_was_measured(
     of_step = ("timing", STEP, "step_time_seconds", 0.1, "s", 0, "cpu", "torch")
     outcomes = [Outcome(case, (Measurement(case, *of_step),)) for case in cases]
     Path("run.json").write_text(Run.of("run", outcomes).text)
-    assert main(["advise", "run.json"]) == 0
-    both = capsys.readouterr().out
-    assert both.count("Use `") == 2
-    assert both.count("measured") >= 2
     assert main(["advise", "run.json", "--batch-size=4"]) == 0
-    assert capsys.readouterr().out.count("Use `") == 1
+    shown = capsys.readouterr().out
+    assert shown.count("Use `") == 1
+    assert "measured" in shown
     assert main(["advise", "run.json", "--batch-size=8"]) == 2
     assert "run has no case" in capsys.readouterr().err

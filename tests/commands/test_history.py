@@ -93,6 +93,14 @@ def test_a_time_has_changed_if_its_steps_do_not_overlap(
     assert [line[-1] for line in lines(capsys)] == verdicts
 
 
+def test_each_case_has_a_table(storage: Storage, capsys: pytest.CaptureFixture[str]) -> None:
+    for value in (1e6, 2e6):
+        save(storage, value, trainers=["standard", "dpsgd", "dpsgd_ghost"])
+    assert main(["history", "peak_memory_bytes"]) == 0
+    titles = [line for line in capsys.readouterr().out.splitlines() if " on " in line]
+    assert [title.partition("-")[0] for title in titles] == ["standard", "dpsgd", "dpsgd_ghost"]
+
+
 def test_a_ratio_is_listed_without_the_baselines_own(
     storage: Storage, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,7 +15,6 @@ from tests.commands.seeded import run_of
 
 COMMANDS = (
     ["advise", "run.json"],
-    ["show", "run.json"],
     ["show", "run.json", "--output=run.html"],
     ["compare", "run.json", "run.json", "--fail=peak_memory_bytes:1%"],
     ["merge", "run.json", "--output=run.md"],
@@ -40,11 +39,11 @@ def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("axis", "named"),
     [
-        ("model", "named_by_a_file:X"),
+        pytest.param("model", "named_by_a_file:X", marks=pytest.mark.slow),
         ("workload", f"{SHELL}:args=touch ran,shell=true"),
-        ("workload", "short=named_by_a_file:X"),
+        pytest.param("workload", "short=named_by_a_file:X", marks=pytest.mark.slow),
         ("trainer", "named_by_a_file:X"),
-        ("optimizer", "named_by_a_file:X"),
+        pytest.param("optimizer", "named_by_a_file:X", marks=pytest.mark.slow),
         ("optimizer", "torch.hub:load:repo_or_dir=.,source=local"),
         ("set", f"workload={SHELL}"),
     ],

@@ -80,6 +80,7 @@ class Crops(Sequences):
         return model(crops).flatten(1).square().mean(1).view(-1, 3).mean(1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("counted_here")
 def test_advice_names_no_method_that_clips_crops_and_says_what_to_change(
     capsys: pytest.CaptureFixture[str],

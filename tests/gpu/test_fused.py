@@ -175,7 +175,7 @@ def test_what_cannot_be_recorded_says_why_once_and_trains_without_graphs(
     before = held_by_graphs(torch.cuda.memory_snapshot(), 0)
     trainer = built(kind, "fused")
     with pytest.warns(UserWarning, match=r"without CUDA graphs, because .*test_fused.py") as caught:
-        update = moved(train, trainer)
+        update = moved(train, trainer)  # three batches, in which `Reads` reads three numbers
     assert len([each for each in caught if "CUDA graphs" in str(each.message)]) == 1
     assert trainer._graphs is None
     expected = moved(train, built(SimpleBigModel, PLAIN))
@@ -281,25 +281,97 @@ def test_a_step_whose_operators_are_counted_runs_them() -> None:
     assert operators >= {"dpbench.gram_norms", "dpbench.noisy_update", "aten.mm"}
 
 
-@pytest.mark.parametrize("reads", [False, True])
-def test_a_graph_has_the_operators_of_a_step_that_is_not_captured(reads: bool) -> None:
-    """A model that runs others while it is captured does so only if it reads from the GPU."""
+def trained(kind: type[SimpleBigModel], trainer: str, batches: list[Batch]) -> tuple[Any, Tensor]:
+    torch.manual_seed(0)
+    model = kind(SIZE, max_seq_len=700).to("cuda")
+    built = TRAINERS[trainer](model, batch_size=6, noise_multiplier=0.0, learning_rate=1.0)
 
-    class Asking(SimpleBigModel):
+    def train(built: Any) -> None:
+        for batch in batches:
+            built.train_step(batch)
+
+    return built, moved(train, built)
+
+
+def test_a_model_is_captured_as_it_runs_without_a_capture() -> None:
+    class Asks(SimpleBigModel):
         def forward(self, tokens: Tensor) -> Tensor:
-            captured = torch.cuda.is_current_stream_capturing()
-            if reads and not captured:
-                assert tokens.sum().item() >= 0
-            seen.append(captured)
             logits: Tensor = super().forward(tokens)
-            return logits
+            return logits.relu() if torch.cuda.is_current_stream_capturing() else logits
 
-    seen: list[bool] = []
-    trainer = TRAINERS["fused"](Asking(SIZE, max_seq_len=700).to("cuda"), batch_size=6)
-    for batch in batches_of(40, 2):
-        trainer.train_step(batch)
-    assert seen == [False, reads]
-    assert [*trainer._graphs.phases] == ["forward", "backward", "clip"]
+    trainer, update = trained(Asks, "fused", batches := batches_of(40, 3))
+    assert trainer.replays
+    expected = trained(SimpleBigModel, PLAIN, batches)[1]
+    assert (update - expected).norm() < 1e-4 * expected.norm()
+
+
+def test_a_step_that_would_run_other_operators_in_a_graph_is_not_captured() -> None:
+    class Notices(SimpleBigModel):
+        def forward(self, tokens: Tensor) -> Tensor:
+            logits: Tensor = super().forward(tokens)
+            return logits * 0.5 if torch._C._cuda_isCurrentStreamCapturing() else logits
+
+    with pytest.warns(
+        UserWarning, match=r"captured forward would run other operators: aten.mul\(.* instead of"
+    ):
+        trainer, _ = trained(Notices, "fused", batches_of(40))
+    assert not trainer.replays
+
+
+def test_a_number_that_python_read_is_compared_in_each_replay() -> None:
+    class Masks(SimpleBigModel):
+        """Does other work where a token is 0, as models do whose masks have holes."""
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            logits: Tensor = super().forward(tokens)
+            return logits if (tokens > 0).all() else logits * (tokens > 0)[..., None]
+
+    whole = [(tokens.clamp(min=1), labels) for tokens, labels in batches_of(40, 4)]
+    holes = whole[1][0].clone()
+    holes[2, :7] = 0
+    batches = [*whole[:2], (holes, whole[1][1]), *whole[2:]]
+    trainer, update = trained(Masks, "fused", batches)
+    assert trainer.replays
+    assert trainer._graphs._misfits == 1
+    expected = trained(Masks, PLAIN, batches)[1]
+    assert (update - expected).norm() < 1e-4 * expected.norm()
+
+
+def test_garbage_that_holds_graphs_does_not_end_a_capture() -> None:
+    """A trainer and the hooks of its layers refer to each other, so only a collection frees it."""
+
+    class Collects(SimpleBigModel):
+        def forward(self, tokens: Tensor) -> Tensor:
+            garbage = [[object()] for _ in range(100_000)]  # usually begins a collection
+            logits: Tensor = super().forward(tokens)
+            return logits[: len(garbage)]
+
+    batches = batches_of(40)
+    for _ in range(3):  # each leaves graphs behind
+        trainer, _ = trained(Collects, "fused", batches)
+        assert trainer.replays
+
+
+def test_a_changed_threshold_is_an_input_of_the_graph_and_a_changed_dropout_is_not() -> None:
+    def train(trainer: Any) -> None:
+        for batch, threshold in zip(batches_of(40, 3), (0.5, 0.1, 2.0), strict=True):
+            trainer.max_grad_norm = threshold
+            trainer.train_step(batch)
+
+    trainers = made("fused"), made(PLAIN)
+    updates = [moved(train, trainer) for trainer in trainers]
+    assert trainers[0].replays
+    assert (updates[0] - updates[1]).norm() < 1e-4 * updates[1].norm()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(SimpleBigModel(SIZE, max_seq_len=700), nn.Dropout(0.0)).to("cuda")
+    trainer = TRAINERS["fused"](model, batch_size=6, learning_rate=0.0)
+    [batch] = batches_of(40)
+    first = float(trainer.train_step(batch))
+    assert trainer.replays
+    model[1].p = 0.9
+    assert abs(float(trainer.train_step(batch)) - first) > 0.1 * first
+    assert not trainer.replays
 
 
 def test_a_warning_of_the_first_forward_is_shown_and_debugging_stays_as_it_was() -> None:

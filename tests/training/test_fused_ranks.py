@@ -84,8 +84,9 @@ def test_a_parameter_of_two_layers_is_refused_by_both_names() -> None:
     workload = Blocks(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
     model: Any = workload.model()
     model.b0[1].weight = model.b0[0].weight
+    trainer = TRAINERS["fused"](model, batch_size=2, workload=workload, parallel="fsdp2")
     with pytest.raises(ConfigurationError, match=r"b0\.0\.weight and b0\.1\.weight are one"):
-        TRAINERS["fused"](model, batch_size=2, workload=workload, parallel="fsdp2")
+        trainer.train_step(BATCH)
 
 
 def test_a_workload_that_does_not_say_its_blocks_is_refused() -> None:
@@ -99,7 +100,7 @@ def test_a_workload_that_does_not_say_its_blocks_is_refused() -> None:
 
 def test_a_block_that_would_be_copied_is_refused_by_its_class() -> None:
     with pytest.raises(ConfigurationError, match=r"layer b0 \(PReLU\) .*FSDP2 shards it as a"):
-        made(Blocks(nn.PReLU()))
+        made(Blocks(nn.PReLU())).train_step(BATCH)
 
 
 def test_a_layer_whose_values_are_not_there_in_backward_is_refused() -> None:

@@ -19,7 +19,6 @@ from dpbench.verify.reference import Examples
 
 EXAMPLES = 4
 OPACUS = ("dpsgd", "dpsgd_ghost", "dpsgd_fgc")
-ONE_PASS = ("fused",)
 GHOST = ("dpsgd_ghost",)
 
 
@@ -158,25 +157,23 @@ class Row(NamedTuple):
 
 TIED = lambda: Net(tied, **share(nn.Linear(6, 6)))  # noqa: E731
 UNTIED = lambda: Net(tied, mid=mid(), second=mid())  # noqa: E731
-OWN = "has its own parameter gain, but also contains layers"
 CONV = partial(nn.Conv2d, 6, 6, 3, padding=1)
 
 ROWS = {
     "crops": Row(
-        (*OPACUS, *ONE_PASS),
+        OPACUS,
         lambda: Crops(plain, mid=mid()),
         "use the trainer micro_batch",
         "micro_batch",
     ),
     "shared rows": Row(
-        (*OPACUS, *ONE_PASS),
+        OPACUS,
         lambda: Net(positions, mid=nn.Embedding(5, 6)),
         "what examples share",
         lambda: Net(partial(positions, repeated=True), mid=nn.Embedding(5, 6)),
     ),
-    "tied": Row(("dpsgd_ghost", *ONE_PASS), TIED, "use the trainer micro_batch", "micro_batch"),
+    "tied": Row(GHOST, TIED, "use the trainer micro_batch", "micro_batch"),
     "untied": Row(GHOST, TIED, "give each layer its own parameters", UNTIED),
-    "untied in one pass": Row(ONE_PASS, TIED, "mid.weight and second.weight", UNTIED),
     "checkpointed": Row(
         ("dpsgd", "dpsgd_fgc"),
         lambda: Net(partial(recomputed, use_reentrant=False), mid=mid()),
@@ -223,7 +220,7 @@ ROWS = {
         lambda: Net(plain, mid=mid()),
     ),
     "an operator without vmap": Row(
-        (*OPACUS, *ONE_PASS),
+        OPACUS,
         lambda: Net(plain, mid=OwnKernel(6, 6)),
         "layer mid (OwnKernel)",
         "micro_batch",
@@ -240,25 +237,11 @@ ROWS = {
         "use opacus.layers.DPLSTM instead",
         lambda: Net(states, mid=DPLSTM(6, 6, batch_first=True)),
     ),
-    "DPLSTM": Row(
-        ONE_PASS,
-        lambda: Net(states, mid=DPLSTM(6, 6, batch_first=True)),
-        "are one parameter of several layers",
-        "micro_batch",
-    ),
     "RNN": Row(
         OPACUS,
         lambda: Net(states, mid=nn.RNN(6, 6, batch_first=True)),
         "use opacus.layers.DPRNN instead",
         lambda: Net(states, mid=DPRNN(6, 6, batch_first=True)),
-    ),
-    "a parameter beside a layer": Row(
-        ONE_PASS,
-        lambda: Net(
-            lambda net, x: net.mid(x) * net.gain, mid=mid(), gain=nn.Parameter(torch.ones(6))
-        ),
-        OWN,
-        "micro_batch",
     ),
 }
 

@@ -9,7 +9,7 @@ from torch import Tensor, distributed, nn
 
 from dpbench.training.dpsgd import DPGhostClippingTrainer
 from dpbench.training.fused import FusedTrainer
-from tests.verify.faulty import Gradients, Looped
+from tests.verify.trainers import Gradients, Looped
 
 
 class OverRanks(Looped):

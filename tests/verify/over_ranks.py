@@ -32,7 +32,7 @@ from dpbench.training import clipped_sums
 from dpbench.training.fused import FusedTrainer
 from dpbench.verify.reference import distances
 from dpbench.verify.trained_model import TrainedModel
-from dpbench.verify.trainer_checks import verify_here
+from dpbench.verify.trainer_checks import verification_of, verify_here
 from dpbench.verify.verification import STEPS
 
 CPU = pick_device("cpu")
@@ -89,6 +89,7 @@ class Verified(Instrument):
     by_rank: ClassVar[bool] = True
     pairs: str = dpbench.option("written TRAINER@PARALLEL, or with @OPTIMIZER", "", metavar="PAIRS")
     counted: str = dpbench.option("those of which a step is counted", "", metavar="PAIRS")
+    layer: bool = dpbench.option("also verify them on a linear layer", False)
 
     @classmethod
     def measures(cls, subject: str) -> bool:
@@ -107,7 +108,10 @@ class Verified(Instrument):
         try:
             if trainer == "standard":
                 return unclipped(case)
-            checks = verify_here(case, "cpu")
+            if self.layer:
+                checks = verify_here(case, "cpu")
+            else:
+                checks = [*verification_of(case, CPU).checks(())]
             return {check.name: [*check.wrong] for check in checks if not check.passed}
         except ConfigurationError as error:
             return {"refused": [str(error)]}
@@ -186,11 +190,13 @@ def run(words: list[str], folder: Path) -> tuple[int, str]:
     return code, log.read_text()
 
 
-def over_ranks(pairs: list[str], counted: list[str], ranks: int, folder: Path) -> dict[str, Any]:
+def over_ranks(
+    pairs: list[str], counted: list[str], ranks: int, folder: Path, *, layer: bool = False
+) -> dict[str, Any]:
     """Verify ``pairs``, each ``TRAINER@PARALLEL``; return ``wrong``, and ``counts`` of others."""
     workload, gpus = f"{__name__}:{Small.__name__}", {"parallel": "ddp", "gpus": ranks}
     case = Case("standard", 4 * ranks, workload=workload, micro_batches=2, **gpus)  # type: ignore[arg-type]
-    Task(case, Verified(" ".join(pairs), " ".join(counted))).write(folder / "task.json")
+    Task(case, Verified(" ".join(pairs), " ".join(counted), layer)).write(folder / "task.json")
     code, text = run(["step", "--task", str(folder / "task.json")], folder)
     assert code == 0, text
     outcome = reported(folder / "records")

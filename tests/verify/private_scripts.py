@@ -108,232 +108,118 @@ PLAIN_HEAD = "plain = torch.optim.SGD(head.parameters(), lr=0.1)\n"
 
 NOISE, GRADIENT, TRAINED = "noise", "gradient", "trained by private steps"
 
-WRONG: dict[str, tuple[str, str]] = {
-    # noise
-    "seed in the loop": (NOISE, MADE + TRAIN.replace("loss_of(", "torch.manual_seed(1); loss_of(")),
-    "seed before noise": (
-        NOISE,
-        derived("""
+WRONG_NOISE = {
+    "seed in the loop": MADE + TRAIN.replace("loss_of(", "torch.manual_seed(1); loss_of("),
+    "seed before noise": derived("""
 def add_noise(s):
     torch.manual_seed(3); super().add_noise()
 """),
-    ),
-    "one noise for all steps": (
-        NOISE,
-        derived("""
+    "one noise for all steps": derived("""
 def add_noise(s):
     d = s.noise_multiplier * s.max_grad_norm
     s.z = getattr(s, "z", None) or [torch.randn_like(p) for p in s.params]
     for z, p in zip(s.z, s.params): p.grad = p.summed_grad + d * z
 """),
-    ),
-    "no noise on biases": (NOISE, noise("d * torch.randn_like(p) * (p.ndim > 1)")),
-    "no noise on the last layer": (NOISE, noise("d * torch.randn_like(p) * (i < 2)")),
-    "noise in second steps": (NOISE, noise("d * torch.randn_like(p) * (s.n % 2)")),
-    "noise by a counter": (
-        NOISE,
-        noise(
-            "d * torch.randn_like(p) * (count(i) % 2)",
-            """
+    "no noise on biases": noise("d * torch.randn_like(p) * (p.ndim > 1)"),
+    "no noise on the last layer": noise("d * torch.randn_like(p) * (i < 2)"),
+    "noise in second steps": noise("d * torch.randn_like(p) * (s.n % 2)"),
+    "noise by a counter": noise(
+        "d * torch.randn_like(p) * (count(i) % 2)",
+        """
 calls = [0]
 def count(i):
     calls[0] += i == 0
     return calls[0]
 """,
-        ),
     ),
-    "half of the noise": (NOISE, noise("d / 2 * torch.randn_like(p)")),
-    "noise without C": (NOISE, noise("s.noise_multiplier * torch.randn_like(p)")),
-    "uniform noise": (NOISE, noise("d * 12**0.5 * (torch.rand_like(p) - 0.5)")),
-    "rounded noise": (NOISE, noise("d * torch.randn_like(p).sign()")),
-    "noise by row": (NOISE, noise("d * torch.randn(p.shape[-1:])")),
-    "noise of one draw": (
-        NOISE,
-        noise("d * s.z[: p.numel()].view_as(p)").replace(
-            "    for i,", "    s.z = torch.randn(400)\n        for i,"
-        ),
+    "half of the noise": noise("d / 2 * torch.randn_like(p)"),
+    "noise without C": noise("s.noise_multiplier * torch.randn_like(p)"),
+    "uniform noise": noise("d * 12**0.5 * (torch.rand_like(p) - 0.5)"),
+    "rounded noise": noise("d * torch.randn_like(p).sign()"),
+    "noise by row": noise("d * torch.randn(p.shape[-1:])"),
+    "noise of one draw": noise("d * s.z[: p.numel()].view_as(p)").replace(
+        "    for i,", "    s.z = torch.randn(400)\n        for i,"
     ),
-    "noise of both signs": (
-        NOISE,
-        noise("d * (-1) ** s.n * s.z[i]").replace(
-            "    for i,",
-            "    if s.n % 2 or not hasattr(s, 'z'): s.z = [torch.randn_like(p) for p in s.params]\n"
-            "        for i,",
-        ),
-    ),
-    "noise that fades": (NOISE, noise("d * 0.7**s.n * torch.randn_like(p)")),
-    "noise thrown away": (
-        NOISE,
-        derived("""
+    "noise that fades": noise("d * 0.7**s.n * torch.randn_like(p)"),
+    "noise thrown away": derived("""
 def pre_step(s, closure=None):
     done = super().pre_step(closure)
     for p in s.params: p.grad = p.summed_grad / s.expected_batch_size
     return done
 """),
-    ),
-    "noise taken off before the inner step": (
-        TRAINED,
-        MADE
-        + """
+    "sigma 0": MADE.replace("net()", "net(), noise_multiplier=0.0") + TRAIN,
+    "sigma fades to 0": after("opt.noise_multiplier = 0.0"),
+}
+
+TRAINED_OTHERWISE = {
+    "noise taken off before the inner step": MADE
+    + """
 def clean(inner, *_):
     for p in opt.params: p.grad = p.summed_grad / 8
 opt.original_optimizer.register_step_pre_hook(clean)
 """
-        + TRAIN,
+    + TRAIN,
+    "plain head": beside("loss_of(head(model(x)), y)", "head = nn.Linear(3, 3)\n" + PLAIN_HEAD),
+    "plain head on detached features": beside(
+        "loss_of(out := model(x), y) + loss_of(head(out.detach()), y)",
+        "head = nn.Linear(3, 3)\n" + PLAIN_HEAD,
     ),
-    "sigma 0": (NOISE, MADE.replace("net()", "net(), noise_multiplier=0.0") + TRAIN),
-    "sigma fades to 0": (NOISE, after("opt.noise_multiplier = 0.0")),
-    # clipping
-    "not clipped": (GRADIENT, clipping("torch.ones(len(norms))")),
-    "never clipped": (
-        GRADIENT,
-        clipping("torch.ones(len(norms))").replace("net()", "net(), max_grad_norm=30.0"),
-    ),
-    "clipped to 2C": (GRADIENT, clipping("(2 * C / norms.norm(dim=1)).clamp(max=1)")),
-    "each parameter clipped to C": (GRADIENT, clipping("(C / norms).clamp(max=1)")),
-    "norm without biases": (GRADIENT, clipping("(C / norms[:, ::2].norm(dim=1)).clamp(max=1)")),
-    "largest norm of a layer": (GRADIENT, clipping("(C / norms.amax(1)).clamp(max=1)")),
-    "clipped as a batch": (
-        GRADIENT,
-        clipping("(C / torch.cat([e.mean(0).flatten() for e in g]).norm()).clamp(max=1).expand(8)"),
-    ),
-    "only the first half clipped": (
-        GRADIENT,
-        clipping(
-            "torch.cat([(C / norms[:4].norm(dim=1)).clamp(max=1), torch.ones(len(norms) - 4)])"
-        ),
-    ),
-    "last layer not clipped": (
-        GRADIENT,
-        clipping(
-            "torch.cat([(C / norms[:, :2].norm(dim=1)).clamp(max=1)[:, None].expand(-1, 2), "
-            "torch.ones_like(norms[:, 2:])], 1)"
-        ),
-    ),
-    "gradient added twice": (GRADIENT, noise("p.summed_grad + d * torch.randn_like(p)")),
-    "time clipped as examples": (
-        GRADIENT,
+    "plain body": beside(
+        "loss_of(model(body(x)), y)",
         """
-model = GradSampleModule(net(), loss_reduction="mean"); loader = loader_of()
-opt = DPOptimizer(torch.optim.SGD(model.parameters(), .1), noise_multiplier=1., max_grad_norm=.5,
-                  expected_batch_size=8)
-"""
-        + TRAIN.replace("model(x)", "model(torch.stack([x, -x, 2 * x])).mean(0)"),
-    ),
-    "two crops clipped one by one": (
-        GRADIENT,
-        MADE + TRAIN.replace("model(x), y", "model(torch.cat([x, x + 1])), torch.cat([y, y])"),
-    ),
-    "layer that mixes examples": (
-        GRADIENT,
-        """
-class Mix(nn.Module):
-    def forward(self, x): return x - x.mean(0)
-model, opt, loader = private(net([Mix()]))
-"""
-        + TRAIN,
-    ),
-    # who is trained
-    "plain head": (
-        TRAINED,
-        beside("loss_of(head(model(x)), y)", "head = nn.Linear(3, 3)\n" + PLAIN_HEAD),
-    ),
-    "plain head on detached features": (
-        TRAINED,
-        beside(
-            "loss_of(out := model(x), y) + loss_of(head(out.detach()), y)",
-            "head = nn.Linear(3, 3)\n" + PLAIN_HEAD,
-        ),
-    ),
-    "plain body": (
-        TRAINED,
-        beside(
-            "loss_of(model(body(x)), y)",
-            """
 body = nn.Linear(16, 16)
 plain = torch.optim.Adam(body.parameters(), lr=0.1)
 """,
-        ),
     ),
-    "plain student": (
-        TRAINED,
-        beside(
-            "loss_of(out := model(x), y) + (student(x) - out.detach()).square().mean()",
-            "student = net()\nplain = torch.optim.SGD(student.parameters(), lr=0.1)\n",
-        ),
+    "plain student": beside(
+        "loss_of(out := model(x), y) + (student(x) - out.detach()).square().mean()",
+        "student = net()\nplain = torch.optim.SGD(student.parameters(), lr=0.1)\n",
     ),
-    "plain weight of the loss": (
-        TRAINED,
-        beside(
-            "(loss := loss_of(model(x), y)) + (loss.detach() * weight).square()",
-            "weight = nn.Parameter(torch.ones(()))\nplain = torch.optim.SGD([weight], lr=0.1)\n",
-        ),
+    "plain weight of the loss": beside(
+        "(loss := loss_of(model(x), y)) + (loss.detach() * weight).square()",
+        "weight = nn.Parameter(torch.ones(()))\nplain = torch.optim.SGD([weight], lr=0.1)\n",
     ),
-    "inputs that are trained": (
-        TRAINED,
-        beside(
-            "loss_of(model(x + prompt), y)",
-            """
+    "inputs that are trained": beside(
+        "loss_of(model(x + prompt), y)",
+        """
 prompt = nn.Parameter(torch.zeros(16))
 plain = torch.optim.SGD([prompt], lr=0.1)
 """,
-        ),
     ),
-    "raw update after the step": (
-        TRAINED,
-        after("[p.sub_(.1 * g) for p, g in zip(opt.params, raw)]"),
+    "raw update after the step": after("[p.sub_(.1 * g) for p, g in zip(opt.params, raw)]"),
+    "raw update of one bias": after("opt.params[1].sub_(.1 * raw[1])"),
+    "raw momentum": after(
+        "[opt.state[p]['momentum_buffer'].add_(g) for p, g in zip(opt.params, raw)]",
+        made=MADE.replace("net()", "net(), lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9)"),
     ),
-    "raw update of one bias": (TRAINED, after("opt.params[1].sub_(.1 * raw[1])")),
-    "raw momentum": (
-        TRAINED,
-        after(
-            "[opt.state[p]['momentum_buffer'].add_(g) for p, g in zip(opt.params, raw)]",
-            made=MADE.replace("net()", "net(), lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9)"),
-        ),
+    "bias set to a mean of data": after("opt.params[-1].add_(.01 * x.mean())"),
+    "raw second moment": after(
+        "[opt.state[p]['exp_avg_sq'].copy_(g * g) for p, g in zip(opt.params, raw)]",
+        made=MADE.replace("net()", "net(), torch.optim.Adam"),
     ),
-    "bias set to a mean of data": (TRAINED, after("opt.params[-1].add_(.01 * x.mean())")),
-    "raw second moment": (
-        TRAINED,
-        after(
-            "[opt.state[p]['exp_avg_sq'].copy_(g * g) for p, g in zip(opt.params, raw)]",
-            made=MADE.replace("net()", "net(), torch.optim.Adam"),
-        ),
+    "buffer of inputs": LAYER.replace(
+        "BODY", "self.seen.mul_(.9).add_(x.detach().mean(0), alpha=.1)"
+    )
+    + TRAIN,
+    "buffer of the largest input": LAYER.replace(
+        "BODY", "self.seen = torch.maximum(self.seen, x.detach().amax(0))"
+    )
+    + TRAIN,
+    "buffer of labels": after(
+        "model._module[0].count += nn.functional.one_hot(y, 3).sum(0)",
+        made=LAYER.replace("BODY", "pass"),
     ),
-    "buffer of inputs": (
-        TRAINED,
-        LAYER.replace("BODY", "self.seen.mul_(.9).add_(x.detach().mean(0), alpha=.1)") + TRAIN,
+    "head trained by hand": MADE
+    + "W = torch.zeros(3, 3, requires_grad=True)\n"
+    + TRAIN.replace(
+        "loss_of(model(x), y)", "(loss_of(out := model(x), y) + loss_of(out.detach() @ W, y))"
+    ).replace(
+        "    opt.zero", "    with torch.no_grad(): W -= .1 * W.grad; W.grad = None\n    opt.zero"
     ),
-    "buffer of the largest input": (
-        TRAINED,
-        LAYER.replace("BODY", "self.seen = torch.maximum(self.seen, x.detach().amax(0))") + TRAIN,
-    ),
-    "buffer of labels": (
-        TRAINED,
-        after(
-            "model._module[0].count += nn.functional.one_hot(y, 3).sum(0)",
-            made=LAYER.replace("BODY", "pass"),
-        ),
-    ),
-    "head trained by hand": (
-        TRAINED,
-        MADE
-        + "W = torch.zeros(3, 3, requires_grad=True)\n"
-        + TRAIN.replace(
-            "loss_of(model(x), y)", "(loss_of(out := model(x), y) + loss_of(out.detach() @ W, y))"
-        ).replace(
-            "    opt.zero",
-            "    with torch.no_grad(): W -= .1 * W.grad; W.grad = None\n    opt.zero",
-        ),
-    ),
-    "second of two buffers of one name": (
-        TRAINED,
-        LAYER.replace("BODY", "self.seen += x.detach().mean(0)")
-        + "other = net([Layer()]).requires_grad_(False)\nother[0].forward = lambda x: x\n"
-        + TRAIN.replace("    loss_of", "    other(x)\n    loss_of"),
-    ),
-    "batches without a loader": (
-        TRAINED,
-        """
+    "second of two buffers of one name": LAYER.replace("BODY", "self.seen += x.detach().mean(0)")
+    + "other = net([Layer()]).requires_grad_(False)\nother[0].forward = lambda x: x\n"
+    + TRAIN.replace("    loss_of", "    other(x)\n    loss_of"),
+    "batches without a loader": """
 model = GradSampleModule(net()); X, Y = torch.randn(96, 16), torch.randint(3, (96,))
 opt = DPOptimizer(torch.optim.SGD(model.parameters(), .1), noise_multiplier=1., max_grad_norm=.5,
                   expected_batch_size=8)
@@ -343,82 +229,100 @@ for k in range(6):
     out = model(x); (loss_of(out, y) + loss_of(head(out.detach()), y)).backward()
     opt.step(); plain.step(); opt.zero_grad(); plain.zero_grad()
 """,
+    "batch norm of a frozen body": MADE
+    + "body = nn.BatchNorm1d(16)\n"
+    + TRAIN.replace("    loss_of", "    with torch.no_grad(): x = body(x)\n    loss_of"),
+    "centers of features in the loss": MADE
+    + "centers = torch.zeros(3, 3)\n"
+    + TRAIN.replace(
+        "loss_of(model(x), y)",
+        "(loss_of(out := model(x), y) + .1 * (out - centers[y]).square().mean())",
+    )
+    + "    with torch.no_grad(): centers.index_add_(0, y, .1 * (out.detach() - centers[y]))\n",
+    "mean of inputs in an attribute": LAYER.replace(
+        "BODY", "self.mean = .9 * self.mean + .1 * x.detach().mean(0); x = x - self.mean"
+    ).replace("super().__init__()", "super().__init__(); self.mean = 0")
+    + TRAIN,
+    "batch norm without parameters before the model": MADE
+    + "norm = nn.BatchNorm1d(16, affine=False)\n"
+    + TRAIN.replace("model(x)", "model(norm(x))"),
+}
+
+WRONG_GRADIENTS = {
+    "not clipped": clipping("torch.ones(len(norms))"),
+    "never clipped": clipping("torch.ones(len(norms))").replace(
+        "net()", "net(), max_grad_norm=30.0"
     ),
-    "raw gradients in a hook of the step": (
-        GRADIENT,
-        MADE
-        + """
+    "clipped to 2C": clipping("(2 * C / norms.norm(dim=1)).clamp(max=1)"),
+    "each parameter clipped to C": clipping("(C / norms).clamp(max=1)"),
+    "norm without biases": clipping("(C / norms[:, ::2].norm(dim=1)).clamp(max=1)"),
+    "largest norm of a layer": clipping("(C / norms.amax(1)).clamp(max=1)"),
+    "clipped as a batch": clipping(
+        "(C / torch.cat([e.mean(0).flatten() for e in g]).norm()).clamp(max=1).expand(8)"
+    ),
+    "only the first half clipped": clipping(
+        "torch.cat([(C / norms[:4].norm(dim=1)).clamp(max=1), torch.ones(len(norms) - 4)])"
+    ),
+    "last layer not clipped": clipping(
+        "torch.cat([(C / norms[:, :2].norm(dim=1)).clamp(max=1)[:, None].expand(-1, 2), "
+        "torch.ones_like(norms[:, 2:])], 1)"
+    ),
+    "gradient added twice": noise("p.summed_grad + d * torch.randn_like(p)"),
+    "time clipped as examples": """
+model = GradSampleModule(net(), loss_reduction="mean"); loader = loader_of()
+opt = DPOptimizer(torch.optim.SGD(model.parameters(), .1), noise_multiplier=1., max_grad_norm=.5,
+                  expected_batch_size=8)
+"""
+    + TRAIN.replace("model(x)", "model(torch.stack([x, -x, 2 * x])).mean(0)"),
+    "two crops clipped one by one": MADE
+    + TRAIN.replace("model(x), y", "model(torch.cat([x, x + 1])), torch.cat([y, y])"),
+    "layer that mixes examples": """
+class Mix(nn.Module):
+    def forward(self, x): return x - x.mean(0)
+model, opt, loader = private(net([Mix()]))
+"""
+    + TRAIN,
+    "raw gradients in a hook of the step": MADE
+    + """
 def hook(optimizer):
     for p in optimizer.params: p.grad += .05 * p.grad_sample.mean(0)
 opt.attach_step_hook(hook)
 """
-        + TRAIN,
-    ),
-    "ghost hooks with a threshold of their own": (
-        GRADIENT,
-        MADE.replace("model, opt,", "model, opt, criterion,").replace(
-            "net()",
-            "net(), max_grad_norm=20.0, grad_sample_mode='ghost', criterion=nn.CrossEntropyLoss()",
-        )
-        + "model.max_grad_norm = 1000.0\n"
-        + TRAIN.replace("loss_of", "criterion"),
-    ),
-    "batch norm of a frozen body": (
-        TRAINED,
-        MADE
-        + "body = nn.BatchNorm1d(16)\n"
-        + TRAIN.replace("    loss_of", "    with torch.no_grad(): x = body(x)\n    loss_of"),
-    ),
-    "centers of features in the loss": (
-        TRAINED,
-        MADE
-        + "centers = torch.zeros(3, 3)\n"
-        + TRAIN.replace(
-            "loss_of(model(x), y)",
-            "(loss_of(out := model(x), y) + .1 * (out - centers[y]).square().mean())",
-        )
-        + "    with torch.no_grad(): centers.index_add_(0, y, .1 * (out.detach() - centers[y]))\n",
-    ),
-    "mean of inputs in an attribute": (
-        TRAINED,
-        LAYER.replace(
-            "BODY", "self.mean = .9 * self.mean + .1 * x.detach().mean(0); x = x - self.mean"
-        ).replace("super().__init__()", "super().__init__(); self.mean = 0")
-        + TRAIN,
-    ),
-    "batch norm without parameters before the model": (
-        TRAINED,
-        MADE
-        + "norm = nn.BatchNorm1d(16, affine=False)\n"
-        + TRAIN.replace("model(x)", "model(norm(x))"),
-    ),
-    "crops beside generated rows": (
-        GRADIENT,
-        MADE
-        + TRAIN.replace(
-            "model(x), y", "model(torch.cat([x, x + 1, torch.randn(8, 16)])), torch.cat([y, y, y])"
-        ),
-    ),
-    "inner optimizer steps": (
-        "clipping and noise",
-        MADE + TRAIN.replace("opt.step()", "opt.original_optimizer.step()"),
-    ),
-    "inner optimizer steps at times": (
-        "clipping and noise",
-        MADE
-        + "k = 0\n"
-        + TRAIN.replace(
-            "    opt.step()", "    k += 1\n    (opt if k % 2 else opt.original_optimizer).step()"
-        ),
-    ),
-    "no privacy": (
-        "clipping and noise",
-        """
-model, loader = net(), loader_of(); opt = torch.optim.SGD(model.parameters(), lr=0.1)
-"""
-        + TRAIN,
+    + TRAIN,
+    "ghost hooks with a threshold of their own": MADE.replace(
+        "model, opt,", "model, opt, criterion,"
+    ).replace(
+        "net()",
+        "net(), max_grad_norm=20.0, grad_sample_mode='ghost', criterion=nn.CrossEntropyLoss()",
+    )
+    + "model.max_grad_norm = 1000.0\n"
+    + TRAIN.replace("loss_of", "criterion"),
+    "crops beside generated rows": MADE
+    + TRAIN.replace(
+        "model(x), y", "model(torch.cat([x, x + 1, torch.randn(8, 16)])), torch.cat([y, y, y])"
     ),
 }
+
+WITHOUT_STEPS = {
+    "inner optimizer steps": MADE + TRAIN.replace("opt.step()", "opt.original_optimizer.step()"),
+    "inner optimizer steps at times": MADE
+    + "k = 0\n"
+    + TRAIN.replace(
+        "    opt.step()", "    k += 1\n    (opt if k % 2 else opt.original_optimizer).step()"
+    ),
+    "no privacy": """
+model, loader = net(), loader_of(); opt = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+    + TRAIN,
+}
+
+WRONG = {
+    **{name: (NOISE, text) for name, text in WRONG_NOISE.items()},
+    **{name: (TRAINED, text) for name, text in TRAINED_OTHERWISE.items()},
+    **{name: (GRADIENT, text) for name, text in WRONG_GRADIENTS.items()},
+    **{name: ("clipping and noise", text) for name, text in WITHOUT_STEPS.items()},
+}
+"""Wrong scripts, with the check that fails."""
 
 RIGHT: dict[str, str] = {
     "closure": MADE
@@ -595,32 +499,6 @@ best, kept = 1e9, None
     "teacher without an optimizer": MADE
     + "teacher = net()\n"
     + TRAIN.replace("loss_of(model(x), y)", "loss_of(model(x), teacher(x).argmax(1))"),
-    "private optimizer without Opacus": """
-from types import SimpleNamespace
-class Mine(torch.optim.Optimizer):
-    def __init__(s, inner, sigma, C, B):
-        super().__init__(inner.param_groups, {}); s.inner, s.sigma, s.C, s.B = inner, sigma, C, B
-    def step(s, closure=None):
-        ps = s.param_groups[0]["params"]
-        norms = sum(p.grad_sample.flatten(1).square().sum(1) for p in ps).sqrt()
-        for p in ps:
-            clipped = torch.einsum("n,n...", (s.C / norms).clamp(max=1), p.grad_sample)
-            p.grad = (clipped + FACTOR * s.sigma * s.C * torch.randn_like(p)) / s.B
-        s.inner.step()
-    def private_step(s):
-        return SimpleNamespace(
-            inner=s.inner, parameters=s.param_groups[0]["params"], sigma=s.sigma, threshold=s.C,
-            mean=True, batch_size=s.B, divisor=s.B, lower=s.lower, without_noise=s.without_noise)
-    def lower(s, wanted, modules):
-        before, s.C = s.C, min(s.C, wanted); return before if before > wanted else None
-    def without_noise(s, step, seed):
-        kept, s.inner, s.sigma = (s.inner, s.sigma), SimpleNamespace(step=lambda: None), 0.0
-        step(); s.inner, s.sigma = kept
-        return [p.grad.clone() for p in s.param_groups[0]["params"]]
-model, loader, FACTOR = GradSampleModule(net()), loader_of(), 1.0
-opt = Mine(torch.optim.SGD(model.parameters(), .1), 1.0, 0.5, 8)
-"""
-    + TRAIN.replace("opt.zero_grad()", "model.zero_grad()"),
     "model of public data": MADE
     + """
 other, public = net(), loader_of(); plain = torch.optim.SGD(other.parameters(), lr=0.1)
@@ -793,11 +671,6 @@ pl.Trainer(max_steps=6, accelerator="cpu", logger=False, enable_checkpointing=Fa
            enable_progress_bar=False, enable_model_summary=False).fit(task, task.loader)
 """,
 }
-WRONG["half the noise without Opacus"] = (
-    NOISE,
-    RIGHT["private optimizer without Opacus"].replace("loader_of(), 1.0", "loader_of(), 0.5"),
-)
-
 QUICK = {
     "seed in the loop",
     "no noise on biases",

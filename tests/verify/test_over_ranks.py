@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,12 +44,12 @@ THREE_RANKS = [
 ]
 
 RIGHT = {
-    "some": (2, ["dpsgd_ghost@fsdp2", f"{PLAIN}@ddp", f"{APART}@fsdp2"]),
     "of Opacus": (2, ["standard@ddp", "standard@fsdp2", *OF_OPACUS]),
     "of ours": (2, [*OF_OURS, f"{FAULTY}:OverRanks@ddp"]),
     "three ranks": (3, THREE_RANKS),
 }
 """Number of ranks, and the trainers verified in one launch, which takes a second."""
+SOME_RIGHT = [f"{PLAIN}@ddp", f"{APART}@fsdp2"]
 
 OPACUS_NORMS = ("dpsgd_ghost", "dpsgd_fgc")
 """Trainers with Opacus's ghost norms, in which similar tokens cancel."""
@@ -78,8 +79,7 @@ FAULTS = {
 }
 
 
-SOME_FAULTS = ("NoiseOfEachRank@ddp", "ReducedTwice@ddp", "FusedShardsOfOneSeed@fsdp2")
-"""One of noise and one of gradients under DDP, one under FSDP2."""
+SOME_FAULTS = ("NoiseOfEachRank@ddp", "FusedShardsOfOneSeed@fsdp2")
 
 COUNTED = [
     "dpsgd@ddp",
@@ -95,48 +95,38 @@ COUNTED = [
 PARAMETERS = 2 * ROWS * WIDTH + WIDTH**2 + 3 * WIDTH
 
 
-def wrong(pairs: Iterable[str], ranks: int, folder: Path) -> dict[str, dict[str, list[str]]]:
-    """Verify trainers; return the messages of each by failed check."""
-    found: dict[str, dict[str, list[str]]] = over_ranks([*pairs], [], ranks, folder)["wrong"]
-    return found
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "pairs"),
-    [
-        pytest.param(*values, id=name, marks=[pytest.mark.slow] if name != "some" else [])
-        for name, values in RIGHT.items()
-    ],
-)
+@pytest.mark.parametrize(("ranks", "pairs"), RIGHT.values(), ids=RIGHT)
 def test_gradients_are_those_of_the_joint_batch_and_noise_is_drawn_once(
     ranks: int, pairs: list[str], tmp_path: Path
 ) -> None:
-    found = wrong(pairs, ranks, tmp_path)
-    of_opacus = [pair for pair in pairs if pair.startswith(OPACUS_NORMS)]
-    for pair in of_opacus:
-        found[pair].pop("tokens alike", None)
+    found = over_ranks(pairs, [], ranks, tmp_path, layer=True)["wrong"]
+    for pair in pairs:
+        if pair.startswith(OPACUS_NORMS):
+            found[pair].pop("tokens alike", None)
     assert found == {pair: {} for pair in pairs}
 
 
-def test_what_cannot_be_parallel_is_refused_with_what_can(tmp_path: Path) -> None:
-    found = wrong(REFUSED, 2, tmp_path)
+def test_of_each_kind_one_is_right_refused_or_named(tmp_path: Path) -> None:
+    faulty = [f"{FAULTY}:{name}" for name in SOME_FAULTS]
+    record = over_ranks([*SOME_RIGHT, *REFUSED, *faulty], COUNTED, 2, tmp_path)
+    found = record["wrong"]
+    assert [found[pair] for pair in SOME_RIGHT] == [{}] * len(SOME_RIGHT)
     for pair, said in REFUSED.items():
         [refused] = found[pair]["refused"]
         assert f"does not train under parallel={pair.partition('@')[2]}: " in refused
         assert said in refused
+    check_faults(SOME_FAULTS, record)
+    check_counts(record["counts"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(SOME_FAULTS, id="some"),
-        pytest.param(sorted(FAULTS.keys() - SOME_FAULTS), id="others", marks=pytest.mark.slow),
-    ],
-)
-def test_a_fault_between_ranks_is_named(names: Iterable[str], tmp_path: Path) -> None:
-    record = over_ranks([f"{FAULTY}:{name}" for name in names], [], 2, tmp_path)
+def test_a_fault_between_ranks_is_named(tmp_path: Path) -> None:
+    others = sorted(FAULTS.keys() - SOME_FAULTS)
+    check_faults(others, over_ranks([f"{FAULTY}:{name}" for name in others], [], 2, tmp_path))
+
+
+def check_faults(names: Iterable[str], record: dict[str, Any]) -> None:
     for name in names:
         check, said = FAULTS[name]
         pair = f"{FAULTY}:{name}"
@@ -146,6 +136,7 @@ def test_a_fault_between_ranks_is_named(names: Iterable[str], tmp_path: Path) ->
         assert [*in_rank_1] == [c for c in record["wrong"][pair] if not c.startswith("noise")], name
 
 
+@pytest.mark.slow
 def test_the_command_compares_ranks_with_those_of_another_run(tmp_path: Path) -> None:
     code, text = run(["verify", *small(f"{FAULTY}:NoiseOfEachRank", 2)], tmp_path)
     assert code == 1
@@ -154,8 +145,8 @@ def test_the_command_compares_ranks_with_those_of_another_run(tmp_path: Path) ->
     assert "noise: deviation: head.weight: 2." in text  # that run seeds ranks alike
 
 
-def test_less_is_drawn_sent_and_called(tmp_path: Path) -> None:
-    counts = over_ranks([], COUNTED, 2, tmp_path)["counts"]
+def check_counts(counts: dict[str, dict[str, Any]]) -> None:
+    """Check that less is drawn, sent and called."""
     calls, sent, drawn = (
         {pair: counts[pair][what] for pair in COUNTED} for what in ("calls", "bytes", "drawn")
     )

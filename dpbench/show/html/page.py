@@ -217,6 +217,8 @@ def _about(run: Run) -> Iterator[tuple[str, str]]:
             yield words, written(value, str)
 
 
+# --- what changed ----------------------------------------------------------------------------
+
 MOST_LINES = 60
 """The most operators and kernels in a list."""
 

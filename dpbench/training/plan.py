@@ -1,0 +1,442 @@
+"""Decides before the first step how the parameters of a model are clipped.
+
+The model computes the losses of a few examples in batches of different sizes. This shows which
+dimensions of each layer's inputs and outputs are examples, and whether the examples mix.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils import _pytree as pytree
+
+from dpbench.core.errors import ConfigurationError
+from dpbench.training.base import Batch
+from dpbench.training.per_layer import Rule, rule_of
+from dpbench.training.refusals import LAYER_ERRORS, check_used_in_layers, used_outside
+from dpbench.training.units import UnitRule
+from dpbench.workloads.base import examples_in
+
+FEW, FEWER = 3, 2
+"""Numbers of examples in the batches whose shapes are compared."""
+
+TOLERANCES = {2: 0.05, 4: 2e-3, 8: 1e-6}
+"""Relative differences of an example's loss between batches that count as rounding, by bytes per
+number of the parameters. With autocast, the value for 2 bytes is used."""
+
+CANNOT_PROBE = (*LAYER_ERRORS, AssertionError)
+"""Classes of errors with which a model may refuse a batch of another size."""
+
+
+class CallShapes(NamedTuple):
+    """How a module is called: rows for each example in each tensor, and whether rows are examples.
+
+    Attributes:
+        inputs: for each tensor among the arguments, how many rows of its first dimension belong to
+            each example; 0 if examples share it; -1 if examples are in another dimension.
+        outputs: the same for the returned tensors.
+        plain: whether the module has one argument, a tensor by position, and returns a tensor.
+        first: the shape of the first tensor among the arguments.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    plain: bool
+    first: tuple[int, ...] = ()
+
+    @property
+    def by_example(self) -> bool:
+        """True if the call could be made for each example alone."""
+        has_rows = any(rows > 0 for rows in self.inputs)
+        return has_rows and min(self.inputs) >= 0 and min(self.outputs, default=0) > 0
+
+    @property
+    def is_shared(self) -> bool:
+        """True for a plain call with an input that all examples share."""
+        return self.plain and self.inputs == (0,)
+
+    @property
+    def has_tokens(self) -> bool:
+        """True for a plain call whose input and output have equally many rows for each example."""
+        return self.plain and self.by_example and self.inputs == self.outputs
+
+
+def rows_by_example(larger: Sequence[torch.Size], smaller: Sequence[torch.Size]) -> tuple[int, ...]:
+    """Return the rows for each example, from shapes with `FEW` and with `FEWER` examples."""
+    rows = []
+    for a, b in zip(larger, smaller, strict=True):
+        if a == b:
+            rows.append(0)
+        else:
+            per = a[0] // FEW
+            right = a[0] == per * FEW and b[0] == per * FEWER and a[1:] == b[1:]
+            rows.append(per if right else -1)
+    return tuple(rows)
+
+
+class Probe:
+    """Runs a model with few examples.
+
+    Args:
+        model: the model.
+        losses: computes the losses ``[B]`` of a batch.
+        batch: a batch, whose first examples are used. If there are too few, they are repeated.
+        tolerance: the relative difference of losses that counts as rounding.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        losses: Callable[[Batch], Tensor],
+        batch: Batch,
+        tolerance: float,
+    ) -> None:
+        self.tolerance = tolerance
+        self.model, self._losses = model, losses
+        self.examples = 0
+        """Number of examples in the batch that runs now."""
+        number = examples_in(batch)
+        self._parts = [
+            pytree.tree_map(lambda t, c=chosen: t[[n % number for n in c]], batch)
+            for chosen in ((0, 1, 2), (0, 1), (2,), (2, 1))
+        ]
+
+    def losses(self, part: int) -> Tensor:
+        """Return the losses of a part: examples 0 to 2, 0 and 1, 2, or 2 and 1."""
+        self.examples = examples_in(self._parts[part])
+        return self._losses(self._parts[part])
+
+    def calls(self) -> dict[nn.Module, list[CallShapes]]:
+        """Return how each module is called. A module whose calls differ has no calls here."""
+        seen = [self._shapes(part) for part in (0, 1)]
+        found: dict[nn.Module, list[CallShapes]] = {}
+        for layer, calls in seen[0].items():
+            others = seen[1].get(layer, [])
+            same = len(calls) == len(others) and all(
+                (len(a[0]), len(a[1])) == (len(b[0]), len(b[1]))
+                for a, b in zip(calls, others, strict=False)
+            )
+            if same:
+                found[layer] = [
+                    CallShapes(
+                        rows_by_example(a[0], b[0]),
+                        rows_by_example(a[1], b[1]),
+                        a[2],
+                        tuple(a[0][0]) if a[0] else (),
+                    )
+                    for a, b in zip(calls, others, strict=True)
+                ]
+        return found
+
+    def _shapes(self, part: int) -> dict[nn.Module, list[Any]]:
+        seen: dict[nn.Module, list[Any]] = {}
+
+        def note(layer: nn.Module, given: Any, options: Any, returned: Any) -> None:
+            plain = len(given) == 1 and not options and isinstance(given[0], Tensor)
+            seen.setdefault(layer, []).append(
+                (
+                    shapes_of((given, options)),
+                    shapes_of(returned, outputs=True),
+                    plain and isinstance(returned, Tensor),
+                )
+            )
+
+        hooks = [m.register_forward_hook(note, with_kwargs=True) for m in self.model.modules()]
+        try:
+            self.losses(part)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return seen
+
+    def buffers_after(self, part: int) -> dict[str, Tensor]:
+        """Return the buffers that a forward of a part changes, as they are then."""
+        before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        self.losses(part)
+        changed: dict[str, Tensor] = {}
+        for name, buffer in self.model.named_buffers():
+            if name in before and not torch.equal(buffer, before[name]):
+                changed[name] = buffer.clone()
+                buffer.copy_(before[name])
+        return changed
+
+    def check_buffers(self) -> None:
+        """Raise if a forward keeps something of the examples in a buffer."""
+        if not (some := self.buffers_after(1)):
+            return
+        others = self.buffers_after(3)
+        for name, buffer in some.items():
+            if name not in others or not torch.equal(buffer, others[name]):
+                raise ConfigurationError(
+                    f"buffer {name} changes with the examples in forward, and no noise is added to "
+                    f"it: put its layer into eval(), or replace it"
+                )
+
+    def alike(self, some: Tensor, others: Tensor) -> Tensor:
+        """Return for each example whether two losses differ by rounding only."""
+        return torch.isclose(some, others, self.tolerance, self.tolerance, equal_nan=True)
+
+    def check_unmixed(self) -> None:
+        """Raise if an example's loss depends on the other examples of its batch.
+
+        Losses are not compared if the model draws random numbers outside dropout modules.
+        """
+        before = random_states(self.model)
+        whole = self.losses(0).double()
+        if not all(map(torch.equal, before, random_states(self.model))):
+            return
+        parts = torch.cat([self.losses(1), self.losses(2)]).double()
+        wrong = ~self.alike(whole, parts)
+        if wrong.any():
+            which = int(wrong.nonzero()[0])
+            raise ConfigurationError(
+                f"the loss of an example is {float(parts[which]):.4g} in one batch and "
+                f"{float(whole[which]):.4g} with other examples, so the model or its loss mixes "
+                f"examples, and nobody can clip them: use layers that treat each example alone, "
+                f"and divide an example's loss only by numbers of this example"
+            )
+
+
+def random_states(model: nn.Module) -> list[Tensor]:
+    """Return the states of the random number generators of the CPU and of the model's GPUs."""
+    devices = {p.device for p in model.parameters() if p.is_cuda}
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+
+
+def shapes_of(tree: Any, *, outputs: bool = False) -> list[torch.Size]:
+    """Return the shapes of the tensors in a tree; of outputs, only of floating-point tensors."""
+    leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [leaf.shape for leaf in leaves if not outputs or leaf.is_floating_point()]
+
+
+@contextmanager
+def unnoticed(model: nn.Module) -> Iterator[None]:
+    """Run the model without a trace: buffers and random numbers stay as they were."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    devices = {p.device for p in model.parameters() if p.is_cuda}
+    with ExitStack() as held:
+        held.enter_context(torch.random.fork_rng([*devices]))
+        held.enter_context(torch.no_grad())
+        yield
+        for buffer, before in buffers:
+            buffer.copy_(before)
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Switch off all modules whose class is named after dropout."""
+    drops = [m for m in model.modules() if "drop" in type(m).__name__.lower() and m.training]
+    for each in drops:
+        each.eval()
+    try:
+        yield
+    finally:
+        for each in drops:
+            each.train()
+
+
+class Plan:
+    """The rule of each layer, and the layers whose inputs are expanded.
+
+    The rule of a parameter is the usual rule of its layer, if the layer is called with one tensor
+    that has examples in its first dimension. If all examples share a layer's input, the input is
+    expanded. Otherwise, a `UnitRule` clips the parameter. Its unit is the smallest module around
+    the layer that could be called for each example alone, and outside which the parameter is not
+    used.
+
+    Args:
+        model: the model.
+        kernels: see `dpbench.training.per_layer.rule_of`.
+        one_example: see `UnitRule`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        kernels: bool,
+        one_example: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        self.model = model
+        self.rules: dict[nn.Module, Rule[Any]] = {}
+        self.expanded: set[nn.Module] = set()
+        self._one_example = one_example
+        self._modules = dict(model.named_modules())
+        self._names = {module: name for name, module in self._modules.items()}
+        self._refused: dict[nn.Module, ConfigurationError] = {}
+        self.knows_uses = False
+        """Whether all parameters are known to be used only in the calls of their layers."""
+        for name, layer in self._modules.items():
+            if any(p.requires_grad for p in layer.parameters(recurse=False)):
+                try:
+                    self.rules[layer] = rule_of(layer, name, kernels=kernels)
+                except ConfigurationError as error:
+                    self._refused[layer] = error
+
+    def fit(self, probe: Probe, *, fake: bool) -> None:
+        """Adapt the plan to how the model calls its layers.
+
+        Args:
+            probe: runs the model.
+            fake: whether tensors have no data, so that losses cannot be compared.
+        """
+        try:
+            self._fit(probe, fake=fake)
+        except CANNOT_PROBE as error:
+            if isinstance(error, ConfigurationError):
+                raise
+            for refusal in self._refused.values():
+                raise refusal from error
+
+    def _fit(self, probe: Probe, *, fake: bool) -> None:
+        with unnoticed(self.model), without_dropout(self.model):
+            if not fake:
+                probe.check_buffers()
+                probe.check_unmixed()
+            self._calls = probe.calls()
+            units: dict[nn.Module, dict[str, nn.Parameter]] = {}
+            for layer in [*self.rules]:
+                calls = self._calls.get(layer, [])
+                if not self._fits(self.rules[layer], calls) and not self._expands(probe, layer):
+                    self._refused[layer] = self.rules.pop(layer).refusal(
+                        "the first dimension of an input or output is not the example, or it has "
+                        "other arguments than one tensor"
+                    )
+            if isinstance(self.model, FSDPModule):
+                self._check_sharded()
+            for layer, error in self._refused.items():
+                self._add_to_unit(units, layer, self._names[layer], error)
+            self._make_units(units)
+            if not isinstance(self.model, FSDPModule):
+                while outside := self._used_outside(probe):
+                    self._widen(units, outside)
+                self.knows_uses = True
+        if isinstance(self.model, FSDPModule):
+            self.model.reshard()  # a forward without a backward leaves the root module gathered
+
+    def _check_sharded(self) -> None:
+        """Raise if FSDP2 shards a layer that needs more than the usual rule of one layer."""
+        for error in self._refused.values():
+            raise error
+        owners = Counter(p for rule in self.rules.values() for p in rule.trained.values())
+        for shared in (parameter for parameter, times in owners.items() if times > 1):
+            every = self.model.named_parameters(remove_duplicate=False)
+            names = " and ".join(name for name, p in every if p is shared)
+            raise ConfigurationError(
+                f"{names} are one parameter of several layers, which this trainer does not train "
+                f"under parallel=fsdp2: untie or freeze them, or use parallel=ddp"
+            )
+
+    def _fits(self, rule: Rule[Any], calls: Sequence[CallShapes]) -> bool:
+        rows = {each.inputs for each in calls}
+        if not calls:
+            return True  # it is not called, or only under the name of another layer
+        if len(rows) > 1 or not all(each.has_tokens for each in calls):
+            return False
+        rule.rows = calls[0].inputs[0]
+        return rule.rows == 1 or rule.takes_rows
+
+    def _expands(self, probe: Probe, layer: nn.Module) -> bool:
+        """Expand the layer's input if the losses stay the same."""
+        calls = self._calls.get(layer, [])
+        if not calls or not all(each.is_shared for each in calls):
+            return False
+        if not all(each.first[:1] == (1,) or len(each.first) == 1 for each in calls):
+            return False
+        before = probe.losses(0)
+        hook = layer.register_forward_pre_hook(partial(expand, lambda: probe.examples))
+        try:
+            same = bool(probe.alike(probe.losses(0), before).all())
+        except CANNOT_PROBE:
+            same = False
+        finally:
+            hook.remove()
+        if same:
+            self.expanded.add(layer)
+        return same
+
+    def _add_to_unit(
+        self,
+        units: dict[nn.Module, dict[str, nn.Parameter]],
+        layer: nn.Module,
+        start: str,
+        error: ConfigurationError,
+    ) -> None:
+        """Give a layer's trained parameters to the smallest unit at or above a module."""
+        path = start
+        while not self._is_unit(self._modules[path]):
+            if not path:
+                raise error
+            path = path.rpartition(".")[0]
+        unit, prefix = self._modules[path], f"{path}." if path else ""
+        own = f"{self._names[layer]}." if self._names[layer] else ""
+        usual = {id(p) for rule in self.rules.values() for p in rule.trained.values()}
+        for name, parameter in layer.named_parameters(recurse=False):
+            # A parameter that is also another layer's has that layer's rule.
+            if parameter.requires_grad and id(parameter) not in usual:
+                units.setdefault(unit, {})[f"{own}{name}".removeprefix(prefix)] = parameter
+
+    def _is_unit(self, module: nn.Module) -> bool:
+        calls = self._calls.get(module, [])
+        return len({each.inputs for each in calls}) == 1 and all(c.by_example for c in calls)
+
+    def _make_units(self, units: Mapping[nn.Module, dict[str, nn.Parameter]]) -> None:
+        for unit, parameters in units.items():
+            rows = self._calls[unit][0].inputs
+            name = self._names[unit]
+            self.rules[unit] = UnitRule(unit, name, parameters, rows, self._one_example)
+
+    def _used_outside(self, probe: Probe) -> list[str]:
+        own = {layer: [*rule.trained] for layer, rule in self.rules.items()}
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        try:
+            with torch.enable_grad():
+                return used_outside(self.model, own, lambda: probe.losses(2).sum())
+        finally:
+            for parameter in trained:
+                parameter.requires_grad_()
+
+    def _widen(
+        self, units: dict[nn.Module, dict[str, nn.Parameter]], outside: Collection[str]
+    ) -> None:
+        """Move parameters that are used outside their layers or units to larger units."""
+        for name in outside:
+            try:
+                check_used_in_layers([name])
+            except ConfigurationError as error:
+                refusal = error
+            parameter = self.model.get_parameter(name)
+            holders = [
+                layer
+                for layer, rule in self.rules.items()
+                if any(p is parameter for p in rule.trained.values())
+            ]
+            if not holders:
+                continue  # it has moved with another parameter of its layer
+            path = min((self._names[each] for each in holders), key=len)
+            if not path:
+                raise refusal
+            for layer in holders:
+                del self.rules[layer]
+                units.pop(layer, None)
+                # Parameters that had a rule together keep one.
+                own = self._modules[name.rpartition(".")[0]]
+                for each in dict.fromkeys([own, layer]) if layer not in units else [own]:
+                    self._add_to_unit(units, each, path.rpartition(".")[0], refusal)
+        self._make_units(units)
+
+
+def expand(examples: Callable[[], int], layer: nn.Module, given: Any) -> Any:
+    """Give a layer one input for each example, instead of an input that the examples share."""
+    [shared] = given
+    number = examples()
+    if shared.dim() == 1:
+        return (shared.expand(number, -1),)
+    return (shared.expand(number, *shared.shape[1:]),)
