@@ -195,8 +195,8 @@ def devices(case: Case) -> dict[str, int]:
 
 def test_a_process_that_has_asked_for_cuda_can_start_ranks() -> None:
     assert torch.cuda.is_available()  # from then on no fork of it can use a GPU
-    record = on_all_ranks(devices, CASE, "cuda")
-    assert [rank["device"] for rank in record["ranks"]] == [0, 1]
+    ranks = on_all_ranks(devices, CASE, "cuda")
+    assert [rank["device"] for rank in ranks] == [0, 1]
 
 
 def free_memory() -> list[int]:
