@@ -85,8 +85,7 @@ def test_a_real_nsys_takes_the_arguments_and_records_nothing_where_nothing_is_ma
     from tests.instruments.nsys.test_recorder import CASE
 
     instrument = Nsys(tmp_path, path=nsys.find_nsys())
-    command = instrument.command(CASE)
-    profile = command[: command.index(sys.executable)]
+    profile = instrument.profiler_command(CASE)
     instrument.report(CASE).parent.mkdir(parents=True)
     profile += [sys.executable, "-c", "print('ran')"]
     done = subprocess.run(profile, capture_output=True, text=True)
