@@ -12,19 +12,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
 
 from dpbench.core.files import locked, write_text
-from dpbench.core.subject import Subject, subject_from
+from dpbench.core.subject import Asked, Subject
 from dpbench.results.outcome import Outcome, merge_duplicates
 
-Keys = list[tuple[Subject, str]]
-"""Pairs of a case and the name of an instrument that measures the case."""
+if TYPE_CHECKING:
+    from dpbench.results.gate import Judgement
 
 Parsed = TypeVar("Parsed")
 
-OUTCOME, REQUESTS = ".json", ".requests"
-"""The extension of a file with an outcome, and the extension of a file with requests of tests."""
+Limits = tuple[str, ...] | None
+"""The limits of a test's marker as texts, or None if the limits on the command line apply."""
+
+OUTCOME, REQUESTS, JUDGED = ".json", ".requests", ".judged"
+"""The extensions of files with an outcome, with requests of tests, and with what limits say."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class Request:
     test: str
     case: Subject | None = None
     instruments: tuple[str, ...] = ()
-    limits: tuple[str, ...] | None = None
+    limits: Limits = None
     params: Mapping[str, str] | None = None
     extra_info: Mapping[str, Any] = field(default_factory=dict)
 
@@ -56,14 +61,13 @@ class Request:
 
     def as_json(self) -> dict[str, Any]:
         """Return plain JSON types, for `from_json`."""
-        plain: dict[str, Any] = json.loads(json.dumps({**vars(self), "case": None}))
-        return plain | {"case": {**self.case.columns} if self.case else None}
+        plain: dict[str, Any] = msgspec.to_builtins(self)
+        return plain
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Request:
         """Return the request that `as_json` described."""
-        known: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in data.items()}
-        return cls(**known | {"case": subject_from(data["case"]) if data["case"] else None})
+        return msgspec.convert(data, cls)
 
     def as_outcome(self) -> Outcome:
         """Return an outcome with the test and its ``extra_info``, but without measured rows."""
@@ -113,23 +117,37 @@ class SessionStore:
             by: the names of the instruments. For each combination of instruments, a case has a
                 separate outcome.
         """
-        # The name is a hash, because ids may contain characters that file names cannot contain.
-        name = hashlib.sha256(repr((case, *by)).encode()).hexdigest()
+        name = _name(case, by)
         with locked(self.directory / f"{name}.lock"):
-            name += OUTCOME
-            if not (name in self.unwritten or (self.directory / name).exists()):
-                self.take({name: measure(case).as_json()})
-            return self._load(name, Outcome.from_json)
+            if not (outcome := self.outcome(case, by)):
+                self.take({f"{name}{OUTCOME}": measure(case).as_json()})
+                outcome = self.outcome(case, by)
+            assert outcome
+            return outcome
 
-    def keep(self, outcomes: Iterable[Outcome]) -> None:
+    def outcome(self, case: Subject, by: Sequence[str]) -> Outcome | None:
+        """Return the outcome of a case with these instruments, or None if there is none yet."""
+        name = f"{_name(case, by)}{OUTCOME}"
+        known = name in self._read or name in self.unwritten or (self.directory / name).exists()
+        return self._load(name, Outcome.from_json) if known else None
+
+    def add(self, outcomes: Iterable[Outcome]) -> None:
         """Add outcomes that another process or an earlier run has measured."""
         for outcome in outcomes:
             self.once(outcome.case, {outcome.case: outcome}.__getitem__, by=outcome.instruments)
 
     def ask(self, requests: Iterable[Request]) -> None:
         """Share requests of tests with all processes."""
-        name = f"{time.monotonic_ns():020}-{os.getpid()}{REQUESTS}"
-        self.take({name: {"requests": [each.as_json() for each in requests]}})
+        self._tell(REQUESTS, {"requests": [each.as_json() for each in requests]})
+
+    def tell_judged(self, limits: Limits, asked: Asked, judgement: Judgement) -> None:
+        """Share with all processes what limits say of subjects."""
+        keys = [repr((limits, *key)) for key in asked]
+        unjudged = [vars(each) for each in judgement.unjudged]
+        self._tell(JUDGED, {"keys": keys, **vars(judgement), "unjudged": unjudged})
+
+    def _tell(self, ending: str, data: dict[str, Any]) -> None:
+        self.take({f"{time.monotonic_ns():020}-{os.getpid()}{ending}": data})
 
     def take(self, files: Mapping[str, dict[str, Any]]) -> None:
         """Write files, which may be files that another process could not write."""
@@ -144,14 +162,15 @@ class SessionStore:
         return locked(self.directory / "session.lock")
 
     def _names(self, ending: str) -> list[str]:
-        """Return the names of files with an extension, the earliest written first.
-
-        The names of files that could not be written come last.
-        """
+        """Return the names of files with an extension, in their order."""
         written = self._directory.glob(f"*{ending}") if self._directory else ()
-        in_order = sorted(written, key=lambda path: (path.stat().st_mtime_ns, path.name))
-        every = dict.fromkeys([*(path.name for path in in_order), *self.unwritten])
-        return [name for name in every if name.endswith(ending)]
+        names = {path.name for path in written}
+        return sorted(names | {name for name in self.unwritten if name.endswith(ending)})
+
+    def _written_at(self, name: str) -> tuple[bool, int]:
+        """Return a key that sorts files by time. Those that could not be written come last."""
+        unwritten = name in self.unwritten
+        return unwritten, 0 if unwritten else (self.directory / name).stat().st_mtime_ns
 
     def _load(self, name: str, parse: Callable[[dict[str, Any]], Parsed]) -> Parsed:
         """Return the parsed content of a file. The content is cached, because it never changes."""
@@ -170,12 +189,31 @@ class SessionStore:
         def read(payload: Mapping[str, Any]) -> list[Request]:
             return [*map(Request.from_json, payload["requests"])]
 
-        names = sorted(self._names(REQUESTS))
+        names = self._names(REQUESTS)
         return [request for name in names for request in self._load(name, read)]
+
+    @property
+    def judgements(self) -> list[Judgement]:
+        """What limits say, as far as they were judged, the earliest first."""
+        if not (names := self._names(JUDGED)):
+            return []
+        from dpbench.results.gate import Judgement, Unjudged
+
+        def read(data: Mapping[str, Any]) -> Judgement:
+            unjudged = [Unjudged(**each) for each in data["unjudged"]]
+            return Judgement(data["judged"], data["regressions"], unjudged)
+
+        return [read(self._load(name, dict)) for name in names]
+
+    def never_judged(self, limits: Limits, asked: Asked) -> list[tuple[Subject, str]]:
+        """Return the subjects for which no process has told what these limits say."""
+        told = {key for name in self._names(JUDGED) for key in self._load(name, dict)["keys"]}
+        return [key for key in asked if repr((limits, *key)) not in told]
 
     def outcomes(self) -> list[Outcome]:
         """Return the outcomes with the tests that requested them, the earliest measured first."""
-        measured = [self._load(name, Outcome.from_json) for name in self._names(OUTCOME)]
+        names = sorted(self._names(OUTCOME), key=self._written_at)
+        measured = [self._load(name, Outcome.from_json) for name in names]
         finished = {(outcome.case, outcome.instruments) for outcome in measured}
         # A case may have been requested but not measured yet.
         asked = [each for each in self.requests if (each.case, each.instruments) in finished]
@@ -186,3 +224,8 @@ class SessionStore:
         """Remove the directory, unless this process is a fork of the process that owns it."""
         if self._directory is not None and os.getpid() == self._owner:
             shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _name(case: Subject, by: Sequence[str]) -> str:
+    """Return a name for files: a hash, because ids may have characters that names cannot have."""
+    return hashlib.sha256(repr((case, *by)).encode()).hexdigest()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import resource
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,13 +16,15 @@ import pytest
 from dpbench.core.case import Case
 from dpbench.core.errors import CaseFailed, ConfigurationError
 from dpbench.core.settings import Settings
+from dpbench.core.subject import Asked
 from dpbench.instruments.interface import Instrument
 from dpbench.launch.case_process import PendingMeasurement
-from dpbench.results.outcome import Outcome
+from dpbench.results.gate import Judgement
+from dpbench.results.outcome import Outcome, document
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.run import Run
 from dpbench.results.storage import Storage
-from dpbench.session import Session
+from dpbench.session import References, Session
 
 DONE = Case("standard", batch_size=8, seq_len=256)
 FAILS = Case("dpsgd", batch_size=8, seq_len=256)
@@ -188,3 +191,50 @@ def test_file_that_cannot_be_removed_does_not_end_the_session(
         session.finish(complete=True)
     with storage.writing(file_of(session)):
         assert saved(session) == ("interrupted", [])
+
+
+# --- the reference ---------------------------------------------------------------------------
+
+H200 = "NVIDIA H200"
+
+
+def saved_text(instrument: str = "ncu", device: str = H200, **session: Any) -> str:
+    """The document of a run with one number of one case."""
+    row = Measurement(DONE, instrument, STEP, "dram_read_bytes", 5.0, "B", 0, device, "")
+    conditions = {"status": "complete", **session}
+    return json.dumps(document([Outcome(DONE, (row,), 1.0)], {}, conditions))
+
+
+def found(storage: Storage, asked: Asked) -> tuple[str, list[str]]:
+    """The name of the run with which something is compared, and what is said of it."""
+    session = Session([], Settings(storage=storage.directory), instruments=[Meter()])
+    with closing(session):
+        references = References(session.settings, [(H200, "ncu")], session.files)
+        run = references.of(asked)
+        return run.name, [*references.notes(run, asked, Judgement())]
+
+
+def test_reference_is_the_latest_run_that_passed_and_has_what_is_asked_for(
+    storage: Storage,
+) -> None:
+    assert found(storage, []) == ("the storage", [])
+    storage.allocate("old", H200, saved_text())
+    storage.allocate("good", H200, saved_text())
+    storage.allocate("of_another_instrument", H200, saved_text("cupti"))
+    storage.allocate("worse", H200, saved_text(regressed=True))
+    storage.allocate("cut", H200, saved_text(status="interrupted"))
+    storage.allocate("elsewhere", "NVIDIA A100", saved_text(device="NVIDIA A100"))
+    assert found(storage, []) == ("0002_good", ["compared with 0002_good"])
+    assert found(storage, [(DONE, "ncu")]) == found(storage, [])
+    assert found(storage, [(FAILS, "ncu")]) == ("the storage", [])
+
+
+def test_why_there_is_no_reference_is_said(storage: Storage) -> None:
+    damaged = storage.allocate("damaged", H200, "{")
+    storage.allocate("worse", H200, saved_text(regressed=True))
+    name, [skipped, passed_over] = found(storage, [])
+    assert name == "the storage"
+    assert str(damaged) in skipped
+    assert passed_over == (
+        "0002_worse is not compared, because it is regressed; name it to compare with it"
+    )

@@ -23,14 +23,13 @@ import torch
 
 from dpbench.child.build import about_sizes, build, labels_of, pick_device
 from dpbench.child.messages import MEASURING, WAITING, Steps, append_record
-from dpbench.child.rank_messages import all_gather
 from dpbench.child.recorder import Recorder
 from dpbench.core import gpu
 from dpbench.core.case import OUTSIDE, Case
 from dpbench.core.errors import CaseOutOfMemory, ConfigurationError
 from dpbench.core.registry import import_named
 from dpbench.results.outcome import Outcome
-from dpbench.training.parallel import rank_and_ranks
+from dpbench.training.parallel import all_gather, rank_and_ranks
 from dpbench.training.phases import observed_step
 from dpbench.workloads.base import examples_in
 

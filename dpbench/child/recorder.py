@@ -190,7 +190,7 @@ def whole_steps(seconds: float) -> int:
 
     All ranks use the duration in rank 0.
     """
-    from dpbench.child.rank_messages import all_gather  # this module imports torch
+    from dpbench.training.parallel import all_gather  # this module imports torch
 
     return int(all_gather(str(WHOLE_STEPS if seconds < SHORT_SECONDS else 1))[0])
 

@@ -15,11 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from dpbench.child.hang_report import STACK
 from dpbench.child.imported import imported_files
-from dpbench.child.messages import POLL_SECONDS, RECORDS, WAITING, append_record
-from dpbench.child.other_threads import watch_threads_and_forks
-from dpbench.child.patches import watch
+from dpbench.child.messages import POLL_SECONDS, RECORDS, STACK, WAITING, append_record
+from dpbench.child.patches import watch, watch_threads_and_forks
 from dpbench.child.program import exit_process, print_error, run_program
 from dpbench.child.recorder import Recorder
 from dpbench.child.script_ranks import Rank

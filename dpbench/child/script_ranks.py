@@ -14,8 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dpbench.child.hang_report import WAITED
-from dpbench.child.messages import LOST, POLL_SECONDS
+from dpbench.child.messages import LOST, POLL_SECONDS, WAITED
 from dpbench.core.errors import CaseFailed, CaseTimedOut, ConfigurationError, ScriptInterrupted
 from dpbench.core.files import write_text
 from dpbench.results.outcome import Outcome

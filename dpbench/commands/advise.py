@@ -26,7 +26,8 @@ from collections.abc import Iterator
 from tqdm import tqdm
 
 from dpbench.advice.choice import MAX_BATCH, Advice, advise, parse_memory, with_measured
-from dpbench.commands.case_arguments import add_case, chosen_case, saved_run
+from dpbench.commands.case_arguments import add_case, chosen_case
+from dpbench.commands.list import saved_run
 from dpbench.core import gpu
 from dpbench.core.case import AXES, Case
 from dpbench.core.errors import ConfigurationError
@@ -35,15 +36,8 @@ from dpbench.core.settings import axis_help, declare
 from dpbench.results.roofline import find_card, known_roofs
 from dpbench.results.run import Run
 from dpbench.show.comparison import amount
-from dpbench.show.groups import title_parts
-from dpbench.show.layout import (
-    Shown,
-    Table,
-    as_text,
-    gigabytes,
-    step_milliseconds,
-    terminal_width,
-)
+from dpbench.show.layout import Shown, Table, as_text, gigabytes, step_milliseconds, terminal_width
+from dpbench.show.tables import title_parts
 
 DEFAULT_CARD = "h200"
 """Card to advise for, if neither the options nor the run nor this machine has a known card."""

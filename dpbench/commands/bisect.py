@@ -26,30 +26,24 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from shutil import rmtree
 from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from dpbench.commands.candidates import (
-    LOCK,
-    PREFIX,
-    Commits,
-    Place,
-    describe_commit,
-    last_line,
-)
 from dpbench.core.case import AXES
 from dpbench.core.errors import ConfigurationError, DpbenchError
-from dpbench.core.files import locked, printable
+from dpbench.core.files import printable
 from dpbench.core.subject import subject_from
 from dpbench.launch import processes
 from dpbench.results.changes import largest_changes
-from dpbench.results.compare import Interval, Limit, mean_interval
-from dpbench.results.gate import Gate
+from dpbench.results.conditions import git
+from dpbench.results.gate import Gate, Interval, Limit, mean_interval
 from dpbench.results.rows import NUMBER
 from dpbench.results.run import Run
 from dpbench.show.comparison import amount, grown_text
@@ -78,12 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure both ends of the range, and search the range for the first bad commit."""
     limit, command = Limit.parse(options.limit), with_json(options.words)
-    with (
-        TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as folder,
-        locked(Path(folder, LOCK)),
-    ):
-        commits, file = Commits(options.commits, Path(folder)), Path(folder) / "run.json"
-        return Bisection(commits, limit, command, options.repeat, file).run()
+    with TemporaryDirectory(prefix="dpbench-bisect-", ignore_cleanup_errors=True) as folder:
+        return Bisection(limit, command, options.repeat, Path(folder)).run(options.commits)
 
 
 def with_json(words: Sequence[str]) -> list[str]:
@@ -104,10 +94,10 @@ def with_json(words: Sequence[str]) -> list[str]:
 
 @dataclass
 class Trial:
-    """A commit, its runs, and each run's value of the number that the search follows."""
+    """A commit, its worktree and runs, and each run's value of the number that is followed."""
 
     name: str
-    place: Place
+    tree: Path
     runs: list[Run] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
 
@@ -116,18 +106,18 @@ class Trial:
 class Bisection:
     """The search for the first commit at which a number exceeds a limit."""
 
-    commits: Commits
     limit: Limit
     command: Sequence[str]
     repeats: int
-    file: Path
+    folder: Path
 
-    def run(self) -> int:
+    def run(self, commits: str) -> int:
         """Print a line for each trial, and name the first bad commit. Return the exit code."""
-        first, last = self.commits.good, self.commits.bad
+        first, last = range_ends(commits)
+        self.below = git_output("rev-parse", "--show-prefix")
         _say(f"measuring {first:.9} and {last:.9} first")
-        with self.commits.place(first) as place, self.commits.place(last) as last_place:
-            self.good, bad = Trial(first, place), Trial(last, last_place)
+        with worktree(self.folder, first) as tree, worktree(self.folder, last) as last_tree:
+            self.good, bad = Trial(first, tree), Trial(last, last_tree)
             self.number = self._number_to_follow(
                 self._run_command(self.good), self._run_command(bad)
             )
@@ -139,7 +129,7 @@ class Bisection:
 
     def _halve(self, bad: Trial) -> int:
         passed, skipped = [self.good], set[str]()
-        while between := self.commits.between([trial.name for trial in passed], bad.name):
+        while between := commits_between([trial.name for trial in passed], bad.name):
             if not (left := [name for name in between if name not in skipped]):
                 rest = [f"{name}  {describe_commit(name)}" for name in (*between, bad.name)]
                 _say(
@@ -155,8 +145,8 @@ class Bisection:
             # farther away.
             name = left[(len(between) - len(left)) ** 2 % len(left)]
             try:
-                with self.commits.place(name) as place:
-                    trial = Trial(name, place)
+                with worktree(self.folder, name) as tree:
+                    trial = Trial(name, tree)
                     self._run_command(trial)
                     verdict = self._verdict(trial)
             except DpbenchError as error:
@@ -174,17 +164,16 @@ class Bisection:
 
     def _run_command(self, trial: Trial) -> Run:
         """Run the command once more. Raise `DpbenchError` if the command writes no run."""
-        self.file.unlink(missing_ok=True)
-        words = [word.replace(JSON, str(self.file)) for word in self.command]
-        directory, imports = trial.place
-        path = filter(None, [*map(str, imports), os.environ.get("PYTHONPATH")])
+        file, tree = self.folder / "run.json", trial.tree
+        file.unlink(missing_ok=True)
+        words = [word.replace(JSON, str(file)) for word in self.command]
+        path = filter(None, [str(tree), str(tree / "src"), os.environ.get("PYTHONPATH")])
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
-        code, output = processes.run(words, timeout=None, cwd=directory, env=environment)
-        if not self.file.exists():
-            raise DpbenchError(
-                f"{trial.name:.9} wrote no run (exit code {code}): {last_line(output)}"
-            )
-        trial.runs.append(Run.load(self.file))
+        code, output = processes.run(words, timeout=None, cwd=tree / self.below, env=environment)
+        if not file.exists():
+            last_line = output.strip().rpartition("\n")[2]
+            raise DpbenchError(f"{trial.name:.9} wrote no run (exit code {code}): {last_line}")
+        trial.runs.append(Run.load(file))
         return trial.runs[-1]
 
     def _number_to_follow(self, good: Run, bad: Run) -> dict[str, Any]:
@@ -194,15 +183,18 @@ class Bisection:
         ``bad``. If no number exceeds the limit, it is the number with the largest relative change
         of all.
         """
-        verdict = Gate(good, bad).check_limits([self.limit])
-        if verdict.judged.empty:
-            raise ConfigurationError("; ".join(map(str, verdict.unjudged)))
-        change = verdict.judged.relative.astype(float).abs().fillna(math.inf)  # inf if it was 0
-        judged = verdict.judged.assign(most=change).sort_values(["regressed", "most"])
-        number = judged.to_dict("records")[-1]
+        found = Gate(good, bad).judge([self.limit])
+        if not found.judged:
+            raise ConfigurationError("; ".join(map(str, found.unjudged)))
+
+        def change(row: Mapping[str, Any]) -> tuple[bool, float]:
+            relative = abs(row["relative"])
+            return row["regressed"], math.inf if math.isnan(relative) else relative  # was 0
+
+        number: dict[str, Any] = max(reversed(found.judged), key=change)
         self.case = subject_from(number)
         _say(f"following {self.case.id} by {number['instrument']}, limit {self.limit}")
-        return {str(name): value for name, value in number.items()}
+        return number
 
     def _followed_value(self, run: Run) -> float:
         """Return a run's value of the number that the search follows.
@@ -210,12 +202,13 @@ class Bisection:
         Raises:
             DpbenchError: the run lacks the number, or the limit cannot be checked.
         """
-        verdict = Gate(self.good.runs[0], run).check_limits([self.limit])
-        for unjudged in verdict.unjudged:
+        found = Gate(self.good.runs[0], run).judge([self.limit])
+        for unjudged in found.unjudged:
             if not unjudged.cases or self.case.id in unjudged.cases:
                 raise DpbenchError(str(unjudged))
-        values = verdict.judged.set_index(keys := [*AXES, *NUMBER[1:]]).after.to_dict()
-        return float(values[tuple(self.number[name] for name in keys)])
+        same = [*AXES, *NUMBER[1:]]
+        [row] = [r for r in found.judged if all(r[name] == self.number[name] for name in same)]
+        return float(row["after"])
 
     def _update_interval(self, trial: Trial) -> Interval:
         trial.values += map(self._followed_value, trial.runs[len(trial.values) :])
@@ -253,3 +246,55 @@ class Bisection:
 
 def _say(text: str) -> None:
     print(printable(text), flush=True)
+
+
+# --- commits ----------------------------------------------------------------------------------
+
+
+def git_output(*words: str, fetches: bool = False) -> str:
+    """Run git here, and return its output. Raise an error if git fails."""
+    if (output := git(Path(), *words, fetches=fetches)) is None:
+        raise ConfigurationError(f"this command failed: git {' '.join(words)}")
+    return output.decode(errors="replace").strip()
+
+
+def range_ends(text: str) -> list[str]:
+    """Return the hashes of GOOD and BAD in ``GOOD..BAD``. An end that is left out is HEAD.
+
+    Raise an error if GOOD has a commit that BAD does not contain.
+    """
+    good, _, bad = text.partition("..")
+    output = git(Path(), "rev-list", "--no-walk=unsorted", good or "HEAD", bad or "HEAD")
+    hashes = (output or b"").decode().split()
+    if len(hashes) != 2 or git_output("rev-list", "-1", f"{hashes[1]}..{hashes[0]}"):
+        raise ConfigurationError(
+            f"git finds no range {text!r} here: write OLDER..NEWER, two commits of this repository"
+        )
+    return hashes
+
+
+def describe_commit(name: str) -> str:
+    """Return the author date and the subject of a commit."""
+    return git_output("show", "--no-patch", "--date=format:%F %H:%M", "--format=%ad  %s", name)
+
+
+def commits_between(good: Sequence[str], bad: str) -> list[str]:
+    """Return the commits between the ``good`` commits and ``bad``, in the best order to try.
+
+    These commits are the ancestors of ``bad`` that are not in the history of a ``good`` commit.
+    """
+    lines = git_output("rev-list", "--bisect-all", bad, "--not", *good).splitlines()
+    return [commit for commit in (line.split()[0] for line in lines) if commit != bad]
+
+
+@contextmanager
+def worktree(folder: Path, commit: str) -> Iterator[Path]:
+    """Make a worktree of a commit in a folder, and remove the worktree afterwards."""
+    tree = folder / commit
+    try:
+        # A partial clone fetches the files of a commit here.
+        git_output("worktree", "add", "--detach", str(tree), commit, fetches=True)
+        yield tree
+    finally:
+        rmtree(tree, ignore_errors=True)  # git does not remove an unfinished worktree
+        git(Path(), "worktree", "remove", "--force", "--force", str(tree))

@@ -1,10 +1,9 @@
-"""Options and look-ups that several commands share."""
+"""The options of the commands that run one case, and the case that they describe."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from dpbench.core import registry
@@ -12,8 +11,6 @@ from dpbench.core.case import AXES, TRANSFORMER, Case, check_belongs, own_axes
 from dpbench.core.names import joined, parted
 from dpbench.core.registry import resolve
 from dpbench.core.settings import axis_help, declare
-from dpbench.results.run import Run
-from dpbench.results.storage import Storage
 
 DEFAULTS = {"batch_size": 8, "seq_len": 256}
 """Defaults of axes for which `Case` has no default."""
@@ -63,8 +60,3 @@ def chosen_case(options: argparse.Namespace, **usual: Any) -> Case:
     defaults = {**DEFAULTS, **usual}
     chosen = {axis: defaults[axis] for axis in defaults.keys() - own_axes(workload)} | chosen
     return resolve(Case(**chosen))
-
-
-def saved_run(name: str, storage: Path) -> Run:
-    """Return a run by its path, or by the number or name that ``dpbench list`` shows."""
-    return Run.load(Storage(storage).find(name))

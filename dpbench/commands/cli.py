@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 
 from dpbench import __version__
-from dpbench.core.errors import ConfigurationError, DpbenchError
+from dpbench.core.errors import DpbenchError
 from dpbench.core.files import printable
 from dpbench.launch.fork_server import fork_server
 
@@ -88,12 +88,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse_arguments(written: Sequence[str]) -> argparse.Namespace:
-    try:
-        Path.cwd()
-    except FileNotFoundError as error:
-        raise ConfigurationError(
-            "the current directory no longer exists: change to another one"
-        ) from error
     without_server = {"-h", "--help", HELP_ALL, "--cluster"}
     if {*written[:1]} & {"run", "advise"} and not {*written} & without_server:
         fork_server()  # the server imports torch while this process imports pandas

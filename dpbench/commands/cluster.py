@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dpbench.commands.shards import Shard, cells
+from dpbench.commands.merge import Shard, cells, finish
 from dpbench.core import gpu
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import Locked, check_writable, locked, write_text
@@ -60,8 +60,6 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
 
 def run(options: argparse.Namespace, measure_grid: Callable[[Settings], int]) -> int:
     """Submit the shards as jobs, wait for the jobs, and merge the runs."""
-    from dpbench.commands.merge import finish  # loads pandas
-
     settings, directory = _checked_settings(options), options.cluster_dir
     shards = [Shard(number, options.shards) for number in range(1, options.shards + 1)]
     files = {shard: directory / f"shard-{shard.number}-of-{shard.total}.json" for shard in shards}

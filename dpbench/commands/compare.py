@@ -12,7 +12,7 @@ metric: dram_ratio, l2_served_ratio, logical_ratio, peak_memory_ratio.
 
 Examples:
   dpbench compare 1 2
-  dpbench compare base this --columns dram_bytes,dram_bytes@clip --sort change
+  dpbench compare base this --columns dram_bytes,dram_bytes@clip
   dpbench compare 1 2 --fail dram_bytes:5% --fail dram_ratio:3% --fail dram_bytes@clip:0.1GB
   dpbench compare h200.json h100.json --across
 """
@@ -23,13 +23,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from dpbench.commands.case_arguments import saved_run
+from dpbench.commands.list import saved_run
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import printable
 from dpbench.core.metrics import METRICS
 from dpbench.core.settings import declare
-from dpbench.results.compare import Limit, Verdict
-from dpbench.results.gate import Gate
+from dpbench.results.gate import Comparison, Gate, Limit
 from dpbench.results.run import Run
 from dpbench.results.storage import check_comparable
 from dpbench.show.comparison import comparison_tables, exceeded_lines, grown_text
@@ -44,12 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--columns", metavar="NAMES", help="metrics to show, as METRIC[@PHASE], separated by commas"
     )
-    parser.add_argument(
-        "--sort",
-        choices=("name", "change"),
-        default="name",
-        help="order of lines: by trainer and metric, or by the size of the change",
-    )
     declare(parser.add_argument, "compare_fail", called="--fail")
     declare(parser.add_argument, "compare_across", called="--across")
     declare(parser.add_argument, "storage")
@@ -63,38 +56,38 @@ def run(options: argparse.Namespace) -> int:
         limits = [Limit.parse(text) for text in options.fail]
         named = [Limit.parse(f"{name}:0") for name in listed_names(options.columns)]
         shown = [(each.metric, each.phase) for each in named]
-        verdicts = [_judge(before, after, limits, options.across) for after in others]
-        bad = False
-        for after, verdict in zip(others, verdicts, strict=True):
-            tables = comparison_tables(verdict, shown=shown, largest_first=options.sort == "change")
-            bad |= _print(before, after, verdict, tables)
-    return 1 if bad else 0
+        found = [_compare(before, after, limits, options.across) for after in others]
+        failed = [
+            _print(before, after, changed, comparison_tables(changed, shown=shown))
+            for after, changed in zip(others, found, strict=True)
+        ]
+    return int(any(failed))
 
 
-def _judge(before: Run, after: Run, limits: Sequence[Limit], across: bool) -> Verdict:
+def _compare(before: Run, after: Run, limits: Sequence[Limit], across: bool) -> Comparison:
     check_comparable(before, after.sources, f"{after.path}", across=across, option="--across")
-    verdict = Gate(before, after, across=across).check_limits(limits)
-    if verdict.changes.empty:
+    found = Gate(before, after, across=across).compare(limits)
+    if found.changes.empty:
         raise ConfigurationError(f"{before.name} -> {after.name}: the runs have no case in common")
-    return verdict
+    return found
 
 
-def _print(before: Run, after: Run, verdict: Verdict, tables: Sequence[Table]) -> bool:
+def _print(before: Run, after: Run, found: Comparison, tables: Sequence[Table]) -> bool:
     """Print the changes from one run to another. Return True if the comparison has failed."""
     title = f"{before.name} -> {after.name}"
     print(f"{title}\n\n{as_text(tables)}\n")
-    if grown := grown_text(verdict.regressions, verdict.largest):
+    if grown := grown_text(found.regressions, found.largest):
         print(f"{grown}\n")
-    for note in verdict.notes:
+    for note in found.notes:
         print(printable(f"{note}."))
     measured = {outcome.case for outcome in before.outcomes if outcome.rows}
     newly_failed = [
         f"{o.case.id}: {o.error}" for o in after.outcomes if o.error and o.case in measured
     ]
-    failures = [*map(str, verdict.unjudged), *newly_failed]
-    if worse := len(verdict.regressions):
+    failures = [*map(str, found.unjudged), *newly_failed]
+    if worse := len(found.regressions):
         failures.append(f"{worse} regression{'s' if worse > 1 else ''}")
-    failures += exceeded_lines(verdict.regressions)
+    failures += exceeded_lines(found.regressions)
     for failure in failures:
         print(printable(f"dpbench compare: {title}: {failure}"), file=sys.stderr)
     return bool(failures)

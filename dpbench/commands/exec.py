@@ -45,11 +45,10 @@ from dataclasses import replace
 from itertools import chain
 
 from dpbench.child.script_ranks import Rank
-from dpbench.commands.case_arguments import saved_run
+from dpbench.commands.list import saved_run
 from dpbench.commands.run import show
-from dpbench.commands.script_checks import ScriptChecks
 from dpbench.commands.step import write_report
-from dpbench.commands.verify import as_text
+from dpbench.commands.verify import ScriptChecks, as_text
 from dpbench.core import gpu
 from dpbench.core.case import BASELINE_TRAINER
 from dpbench.core.errors import ConfigurationError, ScriptInterrupted
@@ -66,8 +65,7 @@ from dpbench.results.kernels import POISSON
 from dpbench.results.outcome import Outcome
 from dpbench.results.run import Run
 from dpbench.runner import measure
-from dpbench.session import Session
-from dpbench.session_files import reporting, sources
+from dpbench.session import Session, reporting, sources
 from dpbench.verify.check_result import NOTE, OK, Check
 
 COMMON = (
@@ -157,12 +155,12 @@ def run(options: argparse.Namespace) -> int:
     The exit code is 1 if the script failed or a number exceeds a limit.
     """
     rank = Rank.here()
-    card = next(iter(gpu.visible_gpus()), None)
-    settings = replace(Settings.read(options), device="cuda" if card else "cpu")
+    gpu_here = next(iter(gpu.visible_gpus()), None)
+    settings = replace(Settings.read(options), device="cuda" if gpu_here else "cpu")
     settings.check()
     if options.verify:
         return _verify(options, settings)
-    names = options.instrument or ["cupti" if card else "logical"]
+    names = options.instrument or ["cupti" if gpu_here else "logical"]
     case, scripts = _script_runs(options, settings, choose(names, settings, "script"))
     if rank and len(scripts) > 1:
         raise ConfigurationError("several ranks run a script only once: choose one --instrument")
@@ -171,7 +169,7 @@ def run(options: argparse.Namespace) -> int:
     baseline, standards = None, []
     if options.baseline is not None:
         baseline = saved_run(options.baseline, options.storage)
-        here = sources(scripts, settings, card)
+        here = sources(scripts, settings, gpu_here)
         standards = _standards(options.baseline, baseline, case, here)
         # Each run keeps its baseline's name, because ratios to different scripts must not be
         # compared.
@@ -179,12 +177,12 @@ def run(options: argparse.Namespace) -> int:
     axes = {axis: (value,) for axis, value in case.columns.items()}
     cases = [case, *([case.with_trainer(BASELINE_TRAINER)] if standards else [])]
     plan = [(c, script) for c in cases for script in scripts]
-    session = Session(plan, settings, gpu=card, grid=Grid(case.trainer, axes))
+    session = Session(plan, settings, gpu=gpu_here, grid=Grid(case.trainer, axes))
     with closing(session):
         session.begin()
         try:
             if rank:
-                session.store.keep([rank.gather(measure(case, scripts))])
+                session.store.add([rank.gather(measure(case, scripts))])
                 session.write()
             _measure(session, case, scripts)
         finally:  # keep and print what an interrupted session has measured
@@ -192,18 +190,16 @@ def run(options: argparse.Namespace) -> int:
                 session.notes.append(no_ratio)
                 del cases[1:]
             else:
-                session.store.keep(map(_as_standard, standards))
+                session.store.add(map(_as_standard, standards))
             outcomes = session.store.outcomes()
             failed = any(
                 outcome.error for outcome in outcomes
             )  # a failed run must not become a reference
             complete = not failed and {*cases} <= {outcome.case for outcome in outcomes}
             session.finish(complete=complete)
-            if session.comparison.limits or baseline:
+            if session.limits or baseline:
                 with reporting(session.problem):
-                    judged = (
-                        session.comparison.reference.outcomes if session.comparison.limits else ()
-                    )
+                    judged = session.reference.outcomes if session.limits else ()
                     both = [*outcomes, *(o for o in judged if o.case in cases)]
                     session.notes += dict.fromkeys(_size_notes(both))
             if baseline:

@@ -26,15 +26,15 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.commands.candidates import describe_commit, git_output, range_ends
+from dpbench.commands.bisect import describe_commit, git_output, range_ends
 from dpbench.core.case import AXES
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import printable
 from dpbench.core.metrics import METRICS
 from dpbench.core.settings import declare
 from dpbench.core.subject import subject_from
-from dpbench.results.compare import Limit, limited
 from dpbench.results.conditions import differing_conditions
+from dpbench.results.gate import Limit, limited
 from dpbench.results.rows import NUMBER
 from dpbench.results.run import Run
 from dpbench.results.storage import Storage, readable

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from dpbench.core.case import AXES
 from dpbench.core.files import printable
@@ -32,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print a line for each saved run."""
-    runs, skipped = Storage(options.storage).listing()
+    storage = Storage(options.storage)
+    runs, skipped = storage.listing()
     for line in skipped:
         print(printable(f"dpbench list: {line}"), file=sys.stderr)
     headers = ["number", "name", "device", "started (UTC)", "cases ok", "status"]
@@ -60,3 +62,8 @@ def _status(run: Run) -> str:
     if run.status == INTERRUPTED and is_being_written(run.path):
         return "running"
     return run.verdict
+
+
+def saved_run(name: str, storage: Path) -> Run:
+    """Return a run by its path, or by the number or name that ``dpbench list`` shows."""
+    return Run.load(Storage(storage).find(name))

@@ -33,12 +33,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from importlib import import_module
 
 from tqdm import tqdm
 
 from dpbench.commands import cluster
-from dpbench.commands.shards import Shard
+from dpbench.commands.merge import Shard
 from dpbench.core import gpu
 from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
@@ -46,8 +45,12 @@ from dpbench.core.files import printable
 from dpbench.core.settings import OPTIONS, Settings, declare
 from dpbench.instruments import ON_GPU, choose, declare_built_in
 from dpbench.instruments.counters import CounterOptions
+from dpbench.launch.processes import cores
+from dpbench.runner import check_named, measure_at_once
 from dpbench.session import Session
+from dpbench.show.comparison import grown_text
 from dpbench.show.layout import as_text, terminal_width
+from dpbench.show.outputs import append_step_summary
 
 COMMON = (
     *("--trainer", "--batch-size", "--seq-len", "--model-size", "--precision", "--optimizer"),
@@ -86,8 +89,6 @@ def run(options: argparse.Namespace) -> int:
 
 def measure_grid(settings: Settings) -> int:
     """Measure the settings' cases. Return 1 if a case failed or a number exceeds a limit."""
-    from dpbench.runner import check_named
-
     cases = settings.chosen_grid().cases()
     check_named(cases)
     if settings.shard:
@@ -97,12 +98,10 @@ def measure_grid(settings: Settings) -> int:
                 f"shard {settings.shard} has no case, because the grid has fewer cells than shards"
             )
     settings.check()
-    for name in ("export", "comparison"):  # meanwhile, the fork server imports torch
-        import_module(f"dpbench.show.{name}")
-    card = next(iter(gpu.visible_gpus()), None)
-    names = settings.instrument or _instruments_here(settings, card, cases)
+    gpu_here = next(iter(gpu.visible_gpus()), None)
+    names = settings.instrument or _instruments_here(settings, gpu_here, cases)
     instruments = choose(names, settings)
-    session = Session([(case, i) for case in cases for i in instruments], settings, gpu=card)
+    session = Session([(case, i) for case in cases for i in instruments], settings, gpu=gpu_here)
     with closing(session):
         session.begin()
         try:
@@ -119,9 +118,6 @@ def _measure(session: Session, cases: Sequence[Case]) -> None:
 
     If no instrument needs hardware, several cases are counted at once, up to the number of cores.
     """
-    from dpbench.launch.processes import cores
-    from dpbench.runner import measure_at_once
-
     known = {outcome.case for outcome in session.store.outcomes()}
     at_once = not any(i.hardware for i in session.instruments) and cores() > 1
     ahead = [case for case in cases if case not in known] if at_once else []
@@ -132,7 +128,7 @@ def _measure(session: Session, cases: Sequence[Case]) -> None:
         for case in progress:
             progress.set_description(case.id)
             if case in ahead:
-                session.store.keep([next(outcomes)])
+                session.store.add([next(outcomes)])
                 session.write()
             outcome = session.measure(case)
             if outcome.error:
@@ -140,7 +136,7 @@ def _measure(session: Session, cases: Sequence[Case]) -> None:
 
 
 def _instruments_here(
-    settings: Settings, card: gpu.Gpu | None, cases: Sequence[Case]
+    settings: Settings, gpu_here: gpu.Gpu | None, cases: Sequence[Case]
 ) -> tuple[str, ...]:
     """Return the default instruments.
 
@@ -148,10 +144,10 @@ def _instruments_here(
     this machine has a GPU or an option needs a GPU, the defaults are `ON_GPU`. Otherwise, the
     default is ``logical``.
     """
-    if card and any(case.gpus > 1 for case in cases):
+    if gpu_here and any(case.gpus > 1 for case in cases):
         return ("cupti",)
     counters = settings.of(CounterOptions)
-    if card or counters.ncu_path or counters.ncu_metrics or settings.profiles_kernels:
+    if gpu_here or counters.ncu_path or counters.ncu_metrics or settings.profiles_kernels:
         return ON_GPU
     print(
         "dpbench run: this machine has no CUDA GPU, so logical bytes are counted", file=sys.stderr
@@ -161,9 +157,6 @@ def _instruments_here(
 
 def show(session: Session, command: str) -> None:
     """Print tables, notes and problems. On GitHub, also add the tables to the step summary."""
-    from dpbench.show.comparison import grown_text  # imports pandas
-    from dpbench.show.export import append_step_summary
-
     tables = session.summary()
     warning = append_step_summary(tables)
     lines = [
@@ -173,8 +166,8 @@ def show(session: Session, command: str) -> None:
     ]
     try:
         print(as_text(tables, terminal_width()))
-        verdict = session.comparison.verdict
-        if verdict and (grown := grown_text(verdict.regressions, verdict.largest)):
+        found = session.comparison
+        if found and (grown := grown_text(found.regressions, found.largest)):
             print(f"\n{grown}")
         sys.stdout.flush()
     finally:  # print problems last, even if the tables cannot be printed

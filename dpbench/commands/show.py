@@ -48,7 +48,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from dpbench.commands.case_arguments import saved_run
+from dpbench.commands.list import saved_run
 from dpbench.core import gpu
 from dpbench.core.case import ALL_PHASES, BASELINE_TRAINER
 from dpbench.core.errors import ConfigurationError
@@ -69,18 +69,16 @@ from dpbench.results.roofline import (
     intensities,
     known_roofs,
     read_ceilings,
+    time_breakdown,
 )
 from dpbench.results.rows import NO_HARDWARE, NUMBER, Measurement
 from dpbench.results.run import Run
 from dpbench.results.summary import own_values
-from dpbench.results.times import time_breakdown
-from dpbench.show.export import summary_tables
-from dpbench.show.kernels import kernel_tables, roofline_tables
 from dpbench.show.layout import Table, as_markdown, as_text, terminal_width
-from dpbench.show.outputs import write_output
-from dpbench.show.profile import timeline_tables
+from dpbench.show.outputs import summary_tables, write_output
+from dpbench.show.profile import kernel_tables, timeline_tables
+from dpbench.show.roofline import roofline_tables, time_tables
 from dpbench.show.tables import tables
-from dpbench.show.times import time_tables
 from dpbench.show.view import TableOptions
 
 COMMON = ("--columns", "--sort", "--phase", "--roofline", "--time", "--output", "--html")

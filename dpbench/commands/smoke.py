@@ -15,18 +15,17 @@ from __future__ import annotations
 
 import argparse
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dpbench.child.build import build, labels_of, pick_device, smoke_test
 from dpbench.commands.case_arguments import add_case, chosen_case
 from dpbench.core.case import AXES, Case
 from dpbench.core.errors import ConfigurationError, own_line
 from dpbench.core.names import joined, parted
 from dpbench.core.registry import TRAINERS
 from dpbench.core.settings import axis_help, declare
-
-if TYPE_CHECKING:
-    from dpbench.verify.reference import Examples
-    from dpbench.verify.trained_model import TrainedModel
+from dpbench.verify.reference import CLIPS, Examples, distances, thresholds
+from dpbench.verify.trained_model import TrainedModel
 
 SMALL: dict[str, Any] = {"batch_size": 4, "seq_len": 32, "model_size": "tiny"}
 
@@ -46,8 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train with each trainer, and print whether that worked."""
-    from dpbench.child.build import smoke_test  # imports torch
-
     failed = 0
     for trainer in options.trainers or list(TRAINERS):
         case = chosen_case(options, **SMALL, trainer=trainer)
@@ -82,9 +79,6 @@ def compare_with_loop(case: Case, device: str) -> str:
     Raises:
         AssertionError: a gradient is wrong.
     """
-    from dpbench.child.build import build, labels_of, pick_device
-    from dpbench.verify.reference import CLIPS, distances, thresholds
-
     trainer, _ = build(case, pick_device(device), 1)
     clips = labels_of(trainer).get("clips")
     if clips not in CLIPS:
@@ -110,9 +104,6 @@ def compare_with_loop(case: Case, device: str) -> str:
 @cache
 def _loop(case: Case, device: str) -> tuple[TrainedModel, Examples]:
     """Return a case's model, and the per-sample gradients of its batch from a loop."""
-    from dpbench.child.build import pick_device
-    from dpbench.verify.trained_model import TrainedModel
-
     model = TrainedModel(case, pick_device(device), steps=1)
     try:
         return model, model.examples()[0]

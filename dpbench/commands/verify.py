@@ -35,19 +35,22 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+from dpbench.child.recorder import Recorder
 from dpbench.commands.case_arguments import add_case, chosen_case
 from dpbench.core import gpu
 from dpbench.core.case import AXES, Case
 from dpbench.core.errors import ConfigurationError, DpbenchError, own_line
 from dpbench.core.registry import locate
 from dpbench.core.subject import Subject
+from dpbench.instruments.interface import Instrument
+from dpbench.launch.case_process import PendingMeasurement
 from dpbench.launch.fork_server import postpone
 from dpbench.show.layout import Table
-
-if TYPE_CHECKING:
-    from dpbench.verify.check_result import Check
+from dpbench.verify.check_result import NOTE, Check
+from dpbench.verify.recorder import CheckingRecorder
 
 SMALL: dict[str, Any] = {"batch_size": 4, "seq_len": 16, "model_size": "tiny", "micro_batches": 2}
 WIDTH = 300
@@ -71,16 +74,17 @@ def run(options: argparse.Namespace) -> int:
 
 def run_checks(case: Case, device: str, *, processes: bool = False) -> list[Check]:
     """Run the checks. Convert unexpected errors to a `DpbenchError` that names the trainer."""
+    # These import torch, from which Opacus was postponed.
     from dpbench.child.build import pick_device
     from dpbench.training.refusals import CannotTrain
-    from dpbench.verify.trainer_checks import verify  # imports torch
+    from dpbench.verify.trainer_checks import verify
 
     on_gpu = pick_device(device).type == "cuda"
     # If the case has several ranks, `on_all_ranks` locks their GPUs.
-    card = gpu.visible_gpus()[0] if on_gpu and case.gpus == 1 else None
+    gpu_here = gpu.visible_gpus()[0] if on_gpu and case.gpus == 1 else None
     try:
         # Without the lock, a process that measures this GPU would count this work.
-        with gpu.lock_gpu(card, f"verify {case.id}") if card else nullcontext():
+        with gpu.lock_gpu(gpu_here, f"verify {case.id}") if gpu_here else nullcontext():
             return verify(case, device, processes=processes)
     except CannotTrain as error:
         raise ConfigurationError(str(error)) from error
@@ -93,8 +97,6 @@ def run_checks(case: Case, device: str, *, processes: bool = False) -> list[Chec
 
 def as_text(case: Subject, checks: Sequence[Check]) -> str:
     """Format the checks as a table. Below it are a line for each error, and the notes."""
-    from dpbench.verify.check_result import NOTE
-
     judged = [check for check in checks if check.verdict != NOTE]
     lines = [[check.name, check.verdict, check.error_text, check.worst] for check in judged]
     headers = ["check", "verdict", "how far", "worst parameter"]
@@ -102,3 +104,21 @@ def as_text(case: Subject, checks: Sequence[Check]) -> str:
     below = [f"{check.name}: {line}" for check in checks for line in check.wrong]
     below += [f"{check.name}: {check.error_text}" for check in checks if check.verdict == NOTE]
     return "\n".join([table, *([""] if below else []), *below])
+
+
+@dataclass(frozen=True)
+class ScriptChecks(Instrument):
+    """Instrument of ``dpbench exec --verify``, which checks the steps of a script."""
+
+    name: ClassVar[str] = "verify"
+
+    def check_ranks(self, why: str) -> None:
+        raise ConfigurationError(
+            f"--verify checks only one process, but {why}: start a single process"
+        )
+
+    def start(self, case: Subject) -> PendingMeasurement:
+        raise NotImplementedError  # this instrument checks only scripts
+
+    def recorder(self, case: Subject, steps: int | None = None) -> Recorder:
+        return CheckingRecorder(steps)

@@ -193,7 +193,7 @@ class Case:
     )
 
     def __post_init__(self) -> None:
-        given = {**vars(self), "set": parameters_text(self.set)}
+        given = {**vars(self), "set": self.set and parameters_text(self.set)}
         for axis, value in _checked(**given).items():
             object.__setattr__(self, axis, value)
 

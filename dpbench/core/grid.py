@@ -98,7 +98,8 @@ class Grid:
         every = {**self.axes, **axes}
         short = {a: map(known.canonical, every[a]) for a, known in NAMED.items() if a in every}
         once = {axis: tuple(dict.fromkeys(values)) for axis, values in {**every, **short}.items()}
-        grid = replace(self, axes=once, baseline=name)
+        same = (once, name) == (self.axes, self.baseline)
+        grid = self if same else replace(self, axes=once, baseline=name)
         check_belongs(axes, grid.values("workload"))
         return grid
 

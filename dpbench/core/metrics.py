@@ -14,7 +14,7 @@ metrics without a definition.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, ItemsView, Iterable, Iterator, Mapping, ValuesView
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
@@ -348,6 +348,14 @@ class Metrics(Mapping[str, Metric]):
 
     def __len__(self) -> int:
         return len(self._all())
+
+    def values(self) -> ValuesView[Metric]:
+        """Return the metrics, without a look-up of each name."""
+        return self._all().values()
+
+    def items(self) -> ItemsView[str, Metric]:
+        """Return names and metrics, without a look-up of each name."""
+        return self._all().items()
 
     @contextmanager
     def including(self, *sides: Iterable[Metric]) -> Iterator[None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -86,13 +87,6 @@ def spelled(name: str, described: Mapping[str, Any], *, of_pytest: bool) -> str:
         return given
     prefix = "dpbench-" if of_pytest and not name.startswith("ncu") else ""
     return f"--{prefix}{name.replace('_', '-')}"
-
-
-def below(directory: Path, value: Any) -> Any:
-    """Return an option's value, with relative paths below ``directory`` and tuples for lists."""
-    if isinstance(value, list):
-        return tuple(below(directory, each) for each in value)
-    return directory / value if isinstance(value, Path) else value
 
 
 def listed(texts: Iterable[str] | None, option: str, what: str) -> tuple[str, ...]:
@@ -324,7 +318,7 @@ class Settings:
         for name in OPTIONS:
             place = _name(name, of_pytest).lstrip("-").replace("-", "_")
             if place in options:
-                given[name] = below(directory, getattr(options, place))
+                given[name] = _below(directory, getattr(options, place))
         own = own_values(options).items()
         given["own"] = {n: directory / v if isinstance(v, Path) else v for n, v in own}
         axes = {axis: values for axis in AXES if (values := given.pop(axis, None)) is not None}
@@ -412,9 +406,21 @@ OPTIONS: dict[str, Mapping[str, Any]] = {
 }
 
 
+def _below(directory: Path, value: Any) -> Any:
+    """Return an option's value, with relative paths below ``directory`` and tuples for lists."""
+    if isinstance(value, list):
+        return tuple(_below(directory, each) for each in value)
+    return directory / value if isinstance(value, Path) else value
+
+
 def _name(option: str, of_pytest: bool) -> str:
     """Return the name of an option in pytest or in commands, or "" if they lack the option."""
-    return spelled(option, OPTIONS[option], of_pytest=of_pytest)
+    return _names(of_pytest)[option]
+
+
+@cache
+def _names(of_pytest: bool) -> dict[str, str]:
+    return {name: spelled(name, each, of_pytest=of_pytest) for name, each in OPTIONS.items()}
 
 
 def declare(

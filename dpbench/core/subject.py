@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -76,6 +77,9 @@ class Script(msgspec.Struct, frozen=True, array_like=True):
 Subject: TypeAlias = Case | Script
 """A subject of a measurement."""
 
+Asked: TypeAlias = Collection[tuple[Subject, str]]
+"""What should be measured: subjects, each with the name of an instrument."""
+
 
 def samples_poisson(subject: Subject) -> bool:
     """Return True if a case has Poisson sampling; False for scripts, whose sampling is unknown."""
@@ -86,4 +90,10 @@ def subject_from(row: Mapping[Any, Any]) -> Subject:
     """Return the case or script that a row of a run describes."""
     if row["workload"] == SCRIPT:
         return Script(row["trainer"], row["batch_size"])
-    return Case.from_row(row)
+    return _case(**{axis: row[axis] for axis in AXES if axis in row})
+
+
+@lru_cache(maxsize=None, typed=True)
+def _case(**fields: Any) -> Case:
+    """Return a case. The result is cached, because a run has many rows of each case."""
+    return Case.from_row(fields)

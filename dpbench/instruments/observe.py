@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 from dpbench.child.imported import imported_files
 from dpbench.child.messages import Steps
-from dpbench.child.other_threads import watch_threads_and_forks
-from dpbench.child.patches import watch
+from dpbench.child.patches import watch, watch_threads_and_forks
 from dpbench.child.recorder import Recorder, on_cuda
 from dpbench.child.step_finder import StepFinder
 from dpbench.core.errors import CaseFailed, ConfigurationError, own_line

@@ -15,8 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from dpbench.child.hang_report import STACK, where_stuck
-from dpbench.child.messages import RECORDS, reported
+from dpbench.child.messages import RECORDS, STACK, reported, where_stuck
 from dpbench.child.script_ranks import Rank
 from dpbench.child.task import Program, Task
 from dpbench.core import gpu

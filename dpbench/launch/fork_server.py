@@ -2,13 +2,13 @@
 
 The server has run no operator, has opened no GPU and imports no user code. So a fork can do
 everything that a new process can. A new process is started instead if a fork is not possible.
-For example, an environment variable that Python reads when it starts may have changed.
+For example, an environment variable that Python reads when it starts may have changed. The code of
+the server is in `dpbench.commands.fork_server`.
 """
 
 from __future__ import annotations
 
 import atexit
-import gc
 import json
 import os
 import signal
@@ -18,16 +18,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import cache
-from importlib import import_module
-from importlib.machinery import PathFinder
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from dpbench.child.messages import RECORDS
-from dpbench.child.program import exit_process
 from dpbench.core.gpu import child_environment
-from dpbench.core.registry import INSTRUMENTS, TRAINERS
 
 COMMAND = [sys.executable, "-P", "-m", "dpbench"]  # -P keeps the current directory out of sys.path
 """First arguments of a command that can be forked. Other commands start a profiler first."""
@@ -39,17 +35,6 @@ PER_FORK_ENV = {
 """Environment variables that a fork can set to other values than the server has. Each request
 contains these variables."""
 
-IMPORTED_MODULES = (
-    "dpbench.commands.cli",
-    "dpbench.commands.step",
-    "dpbench.child.case",
-    "dpbench.instruments.logical.case_count",
-    "dpbench.workloads.transformer",
-    "torch._dynamo",  # the first optimizer imports this
-    "pynvml",
-)
-
-MESSAGE_BYTES = 1 << 17  # less than a socket accepts at once, which is about 200 KB
 ANSWER_SECONDS = 60.0  # limit for the server's imports, which take about 5 s
 
 
@@ -91,7 +76,7 @@ class ForkServer:
         self._requests.settimeout(ANSWER_SECONDS)
         with requests:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "dpbench.launch.fork_server"],
+                [sys.executable, "-P", "-m", "dpbench.commands.fork_server"],
                 stdin=requests.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -163,32 +148,6 @@ def fork(command: Sequence[str], options: Mapping[str, Any]) -> ForkedProcess | 
     return server.fork(command, options)
 
 
-# --- code that runs in the server -----------------------------------------------------------------
-
-
-def import_packages() -> None:
-    """Import the modules that every case needs.
-
-    Raise an error if an import opened a GPU or left threads running.
-    """
-    gc.disable()  # garbage collection would slow the imports down and free little
-    postpone("opacus")
-    for name in IMPORTED_MODULES:
-        import_module(name)
-    for built_in in (TRAINERS, INSTRUMENTS):
-        for name in built_in:
-            built_in[name]  # imports the class
-    gc.freeze()  # forks do not collect these objects, so the memory stays shared
-    gc.enable()
-    if (process_id := os.fork()) == 0:  # OpenBLAS ends its threads at the first fork
-        os._exit(0)
-    os.waitpid(process_id, 0)
-    threads = [*Path("/proc/self/task").iterdir()]
-    files = [path.resolve() for path in Path("/proc/self/fd").iterdir()]
-    if len(threads) > 1 or any(file.match("/dev/nvidia*") for file in files):
-        raise RuntimeError(f"imports left {len(threads)} threads, and these files open: {files}")
-
-
 def postpone(name: str) -> None:
     """Postpone running a package's ``__init__`` until an attribute of the package is first used.
 
@@ -206,84 +165,3 @@ def postpone(name: str) -> None:
 
     vars(package)["__getattr__"] = first_use
     sys.modules[name] = package
-
-
-def next_request(requests: socket.socket) -> tuple[dict[str, Any], socket.socket, int, int]:
-    """Fork for each request, until no client is left. Only the forks return from this function.
-
-    Returns:
-        The request, the client's socket, and the descriptors of the output and of the pipe that
-        receives the process id.
-    """
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps forks
-    while True:
-        data, (*files,), *_ = socket.recv_fds(requests, MESSAGE_BYTES, 3)
-        if not data:
-            os._exit(0)
-        if os.fork() == 0:
-            requests.close()
-            channel, output, guard = files
-            return json.loads(data), socket.socket(fileno=channel), output, guard
-        for descriptor in files:
-            os.close(descriptor)
-
-
-def apply_request(request: Mapping[str, Any]) -> None:
-    """Set the requested arguments, working directory, environment and import path.
-
-    Raise an error if a folder in the requested ``PYTHONPATH`` has another file for a module that is
-    already imported.
-    """
-    sys.argv[1:] = request["arguments"]
-    os.chdir(request["directory"])
-    for name, value in request["environment"].items():
-        os.environ.pop(name, None)
-        if value is not None:
-            os.environ[name] = value
-    entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    folders = [str(Path(entry).absolute()) for entry in entries if entry]
-    sys.path[:] = dict.fromkeys([*folders, *sys.path])
-    for name in ("sitecustomize", "usercustomize", *sys.modules):
-        file = getattr(sys.modules.get(name), "__file__", "")
-        if "." not in name and file is not None:
-            spec = PathFinder.find_spec(name, folders)
-            if spec and spec.origin and os.path.realpath(spec.origin) != os.path.realpath(file):
-                raise ValueError(f"PYTHONPATH has {name} at {spec.origin}, but {file} is imported")
-
-
-def main() -> NoReturn:
-    """Serve requests, with two forks for each request.
-
-    The second fork runs the case. The first fork waits for the second, and sends the case's exit
-    code to the client. The first fork also sends the case's process group to the guard (see
-    `dpbench.launch.processes`). So the guard knows the process group even if the client is
-    interrupted.
-    """
-    requests = socket.socket(fileno=os.dup(0))
-    with Path(os.devnull).open() as nothing:
-        os.dup2(nothing.fileno(), 0)
-    import_packages()
-    request, channel, output, guard = next_request(requests)
-    apply_request(request)  # if this raises, nothing is sent, and the client starts a new process
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    case = os.fork()
-    with suppress(OSError):  # both processes call setpgid; the second call may fail
-        os.setpgid(case, case)
-    if case:
-        os.write(guard, b"-%d\n" % case)
-        os.close(guard)
-        with suppress(OSError):  # the client may have ended
-            channel.send(b"%d" % case)
-            channel.send(b"%d" % os.waitstatus_to_exitcode(os.waitpid(case, 0)[1]))
-        os._exit(0)
-    channel.close()
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    for descriptor in (output, guard):
-        os.close(descriptor)
-    import_module("numpy").random.seed()  # a fork reseeds only Python's own generator
-    exit_process(import_module("dpbench.commands.cli").main())
-
-
-if __name__ == "__main__":
-    main()

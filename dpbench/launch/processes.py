@@ -15,8 +15,7 @@ from functools import cache
 from multiprocessing import get_context
 from typing import Any, Protocol, TypeVar
 
-from dpbench.child.hang_report import STACK_SIGNAL
-from dpbench.child.messages import POLL_SECONDS
+from dpbench.child.messages import POLL_SECONDS, STACK_SIGNAL
 from dpbench.child.program import add_to
 from dpbench.launch.fork_server import fork
 

@@ -29,9 +29,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from dpbench.child.build import pick_device
 from dpbench.child.case import with_gpus_locked
-from dpbench.child.hang_report import STACK, STACK_SIGNAL, where_stuck
-from dpbench.child.messages import LOST
-from dpbench.child.rank_messages import FOR_EVER, all_gather, leave_group
+from dpbench.child.messages import LOST, STACK, STACK_SIGNAL, where_stuck
 from dpbench.core.case import Case
 from dpbench.core.errors import (
     CaseFailed,
@@ -40,6 +38,7 @@ from dpbench.core.errors import (
     as_instrument_error,
     error_named,
 )
+from dpbench.training.parallel import FOR_EVER, all_gather, leave_group
 
 POLL_LIMIT_SECONDS = 2.0
 """Time in which the launcher should notice a dead rank. The launcher polls ten times a second."""

@@ -12,6 +12,7 @@ import pytest
 
 from dpbench.child.messages import Steps
 from dpbench.core.case import Case
+from dpbench.core.errors import ConfigurationError
 from dpbench.core.subject import Script, Subject
 from dpbench.plugin.fixtures import (
     NEEDS,
@@ -65,6 +66,7 @@ class EachTest:
         self._names = Counter[str]()
         self._fixtures: list[Any] = []  # those that are being set up, the innermost last
         self._measured: list[Measured] = []
+        self._sections: list[tuple[str, str]] = []  # of the report on the test's call
 
     @pytest.fixture
     def ncu(self) -> Callable[..., CaseReport]:
@@ -247,7 +249,7 @@ class EachTest:
     def _limits_ratios(self) -> bool:
         """Return True if the running test has a limit on a ratio, which needs the baseline."""
         own = marker_limits(self._item) if self._item else None
-        return any(limit.of for limit in (self.session.comparison.limits if own is None else own))
+        return any(limit.of for limit in (self.session.limits if own is None else own))
 
     def expected_request(self, item: pytest.Item) -> Request | None:
         """Return what is known about a test's request before the test runs.
@@ -279,6 +281,7 @@ class EachTest:
         self._steps.clear()
         self._names.clear()
         self._measured.clear()
+        self._sections = []
         return (yield)
 
     def pytest_runtest_logfinish(self) -> None:
@@ -288,15 +291,37 @@ class EachTest:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Fail a test with an invalid marker before it runs.
+        """Check the limits of a test that has passed, and fail the test if one is exceeded.
 
-        With ``--dpbench-disable``, skip a test whose marker has limits, after the test has run.
+        A test with an invalid marker fails before it runs. With ``--dpbench-disable``, a test whose
+        marker has limits is skipped after it has run.
         """
         own = marker_limits(item)
         result = yield
         if own and self.session.settings.disable:
             pytest.skip(f"{NOTHING_MEASURED}, so its limits were not checked")
+        if not getattr(item, "_excinfo", None):  # where a test case of unittest keeps its exception
+            self._judge(item)
         return result
+
+    def _judge(self, item: pytest.Item) -> None:
+        """Fail a test because of limits that are exceeded or could not be checked."""
+        try:
+            judgement = self.session.judge(item.nodeid, limit_texts(item))
+        except ConfigurationError as error:
+            pytest.fail(f"dpbench: {error}", pytrace=False)
+        if judgement is None or judgement.passed:
+            return
+        reasons = [f"dpbench: {missing}" for missing in judgement.unjudged]
+        if worse := len(judgement.regressions):
+            from dpbench.show.comparison import regression_text
+
+            self._sections = [("dpbench comparison", regression_text(judgement.regressions))]
+            count = f"{worse} regression{'s' if worse > 1 else ''}"
+            against = " and ".join(dict.fromkeys(r["reference"] for r in judgement.regressions))
+            section = "see the section 'dpbench comparison'"
+            reasons.insert(0, f"dpbench: {count} against {against}; {section}")
+        pytest.fail("\n".join(reasons), pytrace=False)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -308,9 +333,10 @@ class EachTest:
                 if measured.extra_info:
                     self._ask(outcome.case, outcome.instruments, measured.extra_info)
         report = yield
-        if (
-            unwritten := self.session.store.unwritten
-        ):  # the report carries these files to the controller
+        if call.when == "call":
+            report.sections += self._sections
+        # the report carries files that could not be written to the controller
+        if unwritten := self.session.store.unwritten:
             vars(report)["dpbench"] = unwritten
         return report
 

@@ -17,10 +17,10 @@ from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.core.names import parameters_text
 from dpbench.core.registry import resolve
 from dpbench.core.settings import Settings
-from dpbench.session_comparison import read_limits
+from dpbench.session import read_limits
 
 if TYPE_CHECKING:
-    from dpbench.results.compare import Limit
+    from dpbench.results.gate import Limit
     from dpbench.verify.check_result import Check
 
 DEFINED_IN = "dpbench.plugin.each_test"

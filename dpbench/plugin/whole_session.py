@@ -6,9 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Generator, Iterator, Sequence
-from copy import copy
-from typing import TYPE_CHECKING, Any
-from xml.etree.ElementTree import Element
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -22,7 +20,6 @@ from dpbench.plugin.each_test import NOTHING_MEASURED, EachTest
 from dpbench.plugin.fixtures import NEEDS, grid_case, measuring_fixtures, uses_fixture
 from dpbench.plugin.workers import SHARED, Workers
 from dpbench.session import Session
-from dpbench.session_comparison import Failure
 
 if TYPE_CHECKING:
     from dpbench.results.outcome import Outcome
@@ -72,8 +69,6 @@ class WholeSession:
         self.workers = Workers(self.session, measures=self.measures)
         self.ended: set[str] = set()
         """Ids of the tests that have ended, including their teardown."""
-        self.reports: dict[str, pytest.TestReport] = {}
-        """The last report of each test, without reports of teardowns, by the test's id."""
         if self.runs_tests and not self.is_worker:
             self.session.begin()
             self.session.store.directory  # noqa: B018  # created here, so that forks share it
@@ -101,7 +96,7 @@ class WholeSession:
             return
         from dpbench.runner import check_named
 
-        cases = self.session.grid.cases()
+        cases = self.session.cases
         with pytest.MonkeyPatch.context() as patch:  # the check may add the current directory
             patch.setattr(sys, "path", [*sys.path])
             try:
@@ -116,9 +111,9 @@ class WholeSession:
         Tests of one case run one after the other, so that workers measure different cases. Workers
         begin with cases with the most examples or tokens, so that GPUs finish at similar times.
         """
-        cases = self.session.grid.cases()
+        cases = self.session.cases if any(map(grid_case, items)) else []
         if self.is_worker:
-            cases.sort(key=lambda case: -case.batch_size * max(case.seq_len, 1))
+            cases = sorted(cases, key=lambda c: -c.batch_size * max(c.seq_len, 1))
         place: dict[Case | None, int] = {case: number for number, case in enumerate(cases)}
         numbers = [number for number, item in enumerate(items) if grid_case(item) in place]
         by_case = sorted((items[n] for n in numbers), key=lambda item: place[grid_case(item)])
@@ -143,11 +138,9 @@ class WholeSession:
             self.session.store.ask(known)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep the report of a test, and try again to write files that a worker could not write."""
+        """Note that a test has ended, and write files that a worker could not write."""
         if report.when in ("teardown", CRASHED):
             self.ended.add(report.nodeid)
-        if report.when != "teardown":
-            self.reports[report.nodeid] = report
         if unwritten := getattr(report, "dpbench", None):
             self.session.store.take(unwritten)
 
@@ -157,7 +150,7 @@ class WholeSession:
             return [f"dpbench: {NOTHING_MEASURED}"]
         if not self.session.instruments:
             return []
-        count = len(self.session.grid.cases())
+        count = len(self.session.cases)
         gpus = visible_gpus()
         times = f"{len(gpus)} x " * (len(gpus) > 1)
         where = f"{times}{gpus[0].name} (driver {gpus[0].driver})" if gpus else "no GPU"
@@ -165,39 +158,16 @@ class WholeSession:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
-        """Check the limits after the last test, and report tests that exceed a limit as failed."""
+        """After the last test, check the limits that no test has checked."""
         try:
             return (yield)
         finally:
             if not self.is_worker and self.runs_tests:
-                passed = [test for test, report in self.reports.items() if report.passed]
-                complete = self._is_complete(session)
-                failures = self.session.check_limits(complete=complete, passed=passed)
-                for test in [test for test in self.reports if test in failures]:
-                    self._fail(test, failures[test])
+                self.session.check_limits(complete=self._is_complete(session))
 
     def _is_complete(self, session: pytest.Session) -> bool:
         stopped = session.shouldfail or session.shouldstop  # e.g. by -x; the run can be resumed
         return len(self.ended) >= session.testscollected and not stopped
-
-    def _fail(self, test: str, failure: Failure) -> None:
-        """Report a test as failed because of its limits, unless it has failed already."""
-        report = self.reports.get(test)
-        if report is None or report.failed:
-            return
-        from dpbench.show.comparison import regression_text
-
-        reasons = [
-            f"dpbench: {missing}{self.session.comparison.remedy}" for missing in failure.unjudged
-        ]
-        sections = []
-        if worse := len(failure.regressions):
-            sections = [("dpbench comparison", regression_text(failure.regressions))]
-            count = f"{worse} regression{'s' if worse > 1 else ''}"
-            section = "see the section 'dpbench comparison'"
-            against = " and ".join(dict.fromkeys(row["reference"] for row in failure.regressions))
-            reasons.insert(0, f"dpbench: {count} against {against}; {section}")
-        report_failed(self.config, report, "\n".join(reasons), *sections)
 
     @pytest.hookimpl(
         wrapper=True, trylast=True
@@ -268,8 +238,8 @@ class WholeSession:
     def _show_tables(
         self, terminalreporter: pytest.TerminalReporter, outcomes: Sequence[Outcome]
     ) -> None:
-        from dpbench.show.export import append_step_summary
         from dpbench.show.layout import as_text, terminal_width
+        from dpbench.show.outputs import append_step_summary
 
         tables = self.session.summary()
         hook = self.config.hook.pytest_dpbench_group_stats
@@ -286,49 +256,3 @@ class WholeSession:
         """Remove the directory through which the processes of the session shared outcomes."""
         if not self.is_worker:
             self.session.close()
-
-
-def report_failed(
-    config: pytest.Config, report: pytest.TestReport, reasons: str, *sections: tuple[str, str]
-) -> None:
-    """Replace the outcome of a test by a failure, in the terminal and in other reports.
-
-    Args:
-        config: pytest's configuration.
-        report: the last report of the test before its teardown.
-        reasons: the reasons for the failure.
-        sections: pairs of a title and a text to add to the report.
-    """
-    failed = copy(report)
-    failed.outcome, failed.longrepr = "failed", reasons
-    failed.sections = [*report.sections, *sections]
-    vars(failed).pop("wasxfail", None)  # an xfail mark does not apply to this failure
-    terminal = config.pluginmanager.get_plugin("terminalreporter")
-    for listed in terminal.stats.values() if terminal else ():
-        if report in listed:
-            listed.remove(report)
-    # All tests have run, so this failure must not stop pytest.
-    most, config.option.maxfail = config.option.maxfail, 0
-    try:
-        config.hook.pytest_runtest_logreport(report=failed)
-    finally:
-        config.option.maxfail = most
-    for plugin in config.pluginmanager.get_plugins():
-        if hasattr(plugin, "node_reporters_ordered"):  # the reporter of --junitxml
-            _merge_last(plugin, report.outcome)
-
-
-def _merge_last(junit: Any, outcome: str) -> None:
-    """Move the last failure into the test's earlier XML element, so that the test counts once."""
-    *others, last = junit.node_reporters_ordered
-    new: Element = last.to_xml()
-    named = {name: new.get(name) for name in ("classname", "name")}
-    for other in reversed(others):
-        old: Element = other.to_xml()
-        if named.items() <= old.attrib.items():
-            for skipped in old.findall("skipped"):
-                old.remove(skipped)
-            old[:0] = new.findall("failure")
-            junit.node_reporters_ordered.remove(last)
-            junit.stats[outcome] -= 1
-            return

@@ -57,7 +57,7 @@ def changes_of_all(before: Run, after: Run, compared: pd.DataFrame) -> list[dict
     Args:
         before: the first run.
         after: the second run.
-        compared: the numbers of both runs, see `dpbench.results.compare.pairs`. Phases are listed
+        compared: the numbers of both runs, see `dpbench.results.gate.pairs`. Phases are listed
             by their DRAM bytes, because counted bytes are those of operators.
 
     Returns:

@@ -1,35 +1,372 @@
-"""The gate: checks limits on the changes between a reference run and a new run.
+"""Limits on the changes between two runs, and the gate that checks them.
 
-A limit is checked for each requested case and instrument if both runs have the number that the
-limit is about. The gate fails if a limit is exceeded. It also fails if a limit could not be checked
-for a requested case, for example because the new run lacks the number. A case that was not
-requested is not checked, but a note names the case. Cases that the reference lacks are accepted if
-`Gate.first_run_ok` is true or `Gate.asked` is None. A session uses the gate at its end. ``dpbench
-compare`` and ``dpbench bisect`` use the gate for saved runs.
+A limit is checked for each case and instrument that was asked for, if both runs have the number
+that the limit is about. The gate fails if a limit is exceeded. It also fails if a limit could not
+be checked for a case that was asked for, for example because the new run lacks the number. A case
+that was not asked for is not checked, but a note names the case. Cases that the reference lacks are
+accepted if `Gate.first_run_ok` is true or `Gate.asked` is None. The gate is one for all: tests,
+``dpbench run`` and ``exec`` use it for what they have just measured, ``dpbench compare`` and
+``bisect`` for saved runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
+from statistics import fmean, stdev
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
-from dpbench.core.case import AXES
-from dpbench.core.metrics import METRICS
-from dpbench.core.subject import Subject, samples_poisson, subject_from
+from dpbench.core.case import ALL_PHASES, AXES
+from dpbench.core.errors import ConfigurationError, unknown
+from dpbench.core.metrics import METRICS, Metric
+from dpbench.core.subject import Asked, Subject, samples_poisson, subject_from
 from dpbench.results.changes import changes_of_all, largest_changes
-from dpbench.results.compare import CHANGES, Limit, Unjudged, Verdict, listed, other_baseline, pairs
 from dpbench.results.conditions import differing_conditions
 from dpbench.results.kernels import ELSEWHERE, NO_FLOPS, NOT_COUNTED, STEP_LOST
 from dpbench.results.outcome import COMPLETE
-from dpbench.results.rows import NO_HARDWARE, STEP
+from dpbench.results.rows import NO_HARDWARE, NUMBER, STEP
 from dpbench.results.run import Run
 
-RequestedCases = Collection[tuple[Subject, str]]
-"""The cases that a session should measure, each with the name of an instrument."""
+MOST_NAMES = 10
+"""The most names that a line lists. If there are more names, the line has the number of further
+names."""
+
+CHANGES = [*AXES, *NUMBER[1:], "unit", "before", "after", "change", "relative"]
+"""The columns of a comparison. ``change`` is ``after - before``, and ``relative`` is ``change``
+divided by the absolute value of ``before``. If ``before`` is 0, ``relative`` is 0 if ``after`` is
+0, too, and NaN otherwise."""
+
+_LIMITED = ("value", "ratio")
+"""The kinds of metrics that can have a limit."""
+
+
+def pairs(
+    before: Run, after: Run, asked: Asked | None = None, *, across: bool = False
+) -> pd.DataFrame:
+    """Pair numbers of two runs if their case, instrument, device, phase and metric are equal.
+
+    With ``asked``, other numbers are left out. With ``across``, devices may differ. If they differ,
+    the column ``device`` is ``X -> Y``. Ratios are left out if the runs have different baselines.
+
+    Returns:
+        One row for each pair, and one row for each number that only one of the runs has. The
+        columns include `CHANGES`, where ``before`` or ``after`` is NaN if the run lacks the number.
+        ``shared`` is true if the row's instrument measured the case in both runs. Without
+        ``across``, the device must also be the same. ``steps``, ``steps_present`` and ``ranks``
+        come from the first run's summary. Columns of the second run's summary have the same names
+        with ``_new`` at the end.
+    """
+    which = [name for name in (*AXES, *NUMBER[1:]) if not (across and name == "device")]
+    keys, measured = [*which, "of", "unit"], [n for n in which if n not in ("metric", "phase")]
+    ratios = not other_baseline(before, after)
+    old, new = (_of(asked, limited(run, ratios=ratios)) for run in (before, after))
+    if any(side.duplicated(keys).any() for side in (old, new)):
+        raise ConfigurationError(
+            "cannot compare across devices, because one run has the same case on several devices"
+        )
+    both = old.merge(new, on=keys, how="outer", suffixes=("", "_new"))
+    both = both.rename(columns={"value": "before", "value_new": "after"})
+    if across:
+        was, now = both.device.fillna(both.device_new), both.device_new.fillna(both.device)
+        both["device"] = was.where(was == now, was + " -> " + now)
+    in_run = [
+        both[measured].merge(side[measured].drop_duplicates(), "left", indicator=True)
+        for side in (old, new)
+    ]
+    both["shared"] = np.logical_and(*((side._merge == "both").to_numpy() for side in in_run))
+    both["change"] = both.after - both.before
+    both["relative"] = both.change / both.before.abs().where(both.before != 0)
+    both.loc[(both.before == 0) & (both.change == 0), "relative"] = 0.0
+    return both
+
+
+def _of(asked: Asked | None, rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of what was asked for, or all rows if ``asked`` is None."""
+    if asked is None:
+        return rows
+    columns = [*AXES, "instrument"]
+    places = {(*case.columns.values(), name) for case, name in asked}
+    for column, values in zip(columns, zip(*places, strict=True), strict=False):
+        rows = rows[rows[column].isin(values)]  # most rows of a large run go with the first axes
+    found = zip(*(rows[column] for column in columns), strict=True)
+    return rows.loc[[place in places for place in found]]
+
+
+def limited(run: Run, *, ratios: bool = True) -> pd.DataFrame:
+    """Return the numbers of a run that can have a limit, without ratios if ``ratios`` is false.
+
+    A ratio of the baseline to the baseline is left out, because this ratio is 1.
+    """
+    rows = run.summary
+    is_ratio = (rows.kind == "ratio") & (rows.trainer != rows.baseline) & ratios
+    columns = [
+        *AXES,
+        *NUMBER[1:],
+        "of",
+        "unit",
+        "value",
+        "spread",
+        "steps",
+        "steps_present",
+        "ranks",
+    ]
+    return rows.loc[(rows.kind == "value") | is_ratio, columns]
+
+
+def other_baseline(before: Run, after: Run) -> str:
+    """Return why the ratios of two runs cannot be compared, or an empty string if they can."""
+    if before.frame.empty or before.baseline == after.baseline:
+        return ""
+    return (
+        f"ratios are not compared, because the baseline of {before.name} is {before.baseline} and "
+        f"the baseline of {after.name} is {after.baseline}"
+    )
+
+
+# --- limits ---------------------------------------------------------------------------------
+#
+# A limit is written METRIC[@PHASE]:[±]CHANGE. The change is a share (5%), an amount in SI units
+# (0.5GB, 2ms; a plain number is in the metric's own unit), or both (5%+0.1GB). A limit with both is
+# exceeded only by a change that is larger than the share and larger than the amount. A limit
+# without ± (or +-) is exceeded only by a change for the worse.
+
+_PHASES = (STEP, *ALL_PHASES)
+_SCALES = {
+    "B": {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12},
+    "s": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9},
+}
+_NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+_SPEC = re.compile(rf"([^:@]+)(?:@([^:@]+))?:(±|\+-)?\s*({_NUMBER}[^\d+]*)(?:\+({_NUMBER}.*))?")
+
+VARYING = ("_seconds", "_cycles", "_per_second", "_joules", "_watts", "_share")
+"""Suffixes of metrics that vary between runs of the same code on the same machine. These metrics
+are times, cycles, rates, energy, power and shares."""
+
+STUDENT = (12.7, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+"""Student's t for 95 % confidence intervals of the mean, for 1, 2, …, 9 degrees of freedom. If the
+intervals of two means have a similar width and do not overlap, the means differ with more than 99 %
+confidence."""
+
+Interval = tuple[float, float]
+"""A lower and an upper bound of a number."""
+
+SYNTAX = (
+    "METRIC[@PHASE]:5%, METRIC:0.5GB, METRIC:5%+0.1GB (both must be exceeded) or METRIC:±5% "
+    "(in either direction)"
+)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A limit, which is the largest allowed change of one metric in one phase or the whole step.
+
+    Args:
+        metric: a metric such as ``dram_bytes``, or a ratio to the baseline such as ``dram_ratio``.
+        phase: a phase, or ``"step"``.
+        percent: the allowed change in percent of the reference's value, or None.
+        amount: the allowed change in the metric's unit, or None.
+        two_sided: whether a change for the better can exceed the limit, too.
+        written: the limit as the user wrote it.
+    """
+
+    metric: str
+    phase: str = STEP
+    percent: float | None = None
+    amount: float | None = None
+    two_sided: bool = False
+    written: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        if not all(math.isfinite(limit or 0) for limit in (self.percent, self.amount)):
+            raise ConfigurationError(
+                f"threshold {self.written or self.metric!r}: a limit must be finite"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> Limit:
+        """Read a limit from text such as ``dram_bytes@clip:5%+0.1GB``."""
+        text = re.sub(r"\s*([:@])\s*", r"\1", text.strip())
+        match = _SPEC.fullmatch(text)
+        if match is None:
+            raise ConfigurationError(f"threshold {text!r}: write {SYNTAX}")
+        name, phase, sign, *parts = match.groups()
+        metric = METRICS.find(name)
+        if metric is None or metric.kind not in _LIMITED:
+            limited = [each for each in METRICS.every().values() if each.kind in _LIMITED]
+            hint = "throughputs and spreads cannot have a limit"
+            raise unknown("metric", name, (each.name for each in limited), hint)
+        if phase is not None and phase not in _PHASES:
+            raise unknown("phase", phase, _PHASES)
+        limits: dict[str, float] = {}
+        for part in filter(None, parts):
+            kind, value = _limit(part, metric, text)
+            if kind in limits:
+                raise ConfigurationError(
+                    f"threshold {text!r} has two limits of one kind; write {SYNTAX}"
+                )
+            limits[kind] = value
+        return cls(metric.name, phase or STEP, two_sided=bool(sign), written=text, **limits)
+
+    @cached_property
+    def of(self) -> str:
+        """The base metric of the limited ratio, or an empty string if a value is limited."""
+        metric = METRICS.find(self.metric)
+        return metric.of if metric else ""
+
+    @property
+    def varies(self) -> bool:
+        """True if the metric varies between runs of the same code, see `VARYING`."""
+        return (self.of or self.metric).endswith(VARYING)
+
+    def __str__(self) -> str:
+        return self.written
+
+    def exceeded(self, before: pd.Series[float], after: pd.Series[float]) -> pd.DataFrame:
+        """Apply the limit to each pair of numbers.
+
+        Returns:
+            A row for each pair, with ``limit``, the allowed change in the metric's unit, and
+            ``regressed``, which is true if the change exceeds the limit.
+        """
+        share, percent = before.abs() / 100, self.percent or 0
+        # `before * percent / 100` rounds less than `share * percent`, but can overflow.
+        allowed = (before.abs() * percent / 100).replace(math.inf, math.nan).fillna(share * percent)
+        allowed = allowed.clip(lower=self.amount or 0)
+        change = after - before
+        if self.two_sided:
+            change = change.abs()
+        elif (metric := METRICS.find(self.metric)) and metric.higher_is_better:
+            change = -change
+        # A NaN change and an infinite limit count as exceeded.
+        regressed = ~(change <= allowed) | (allowed == math.inf)
+        return allowed.to_frame("limit").assign(regressed=regressed)
+
+    def exceeded_between(self, before: Interval, after: Interval) -> bool | None:
+        """Return True if all changes from one interval to the other exceed the limit.
+
+        A change goes from a number in ``before`` to a number in ``after``. If the intervals
+        overlap, True is never returned. False is returned if no change exceeds the limit, and None
+        in the remaining cases.
+        """
+        corners = pd.DataFrame(product(before, after), columns=["before", "after"])
+        exceeded = self.exceeded(corners.before, corners.after).regressed
+        apart = before[1] < after[0] or after[1] < before[0]
+        return False if not exceeded.any() else True if exceeded.all() and apart else None
+
+
+def _limit(text: str, metric: Metric, whole: str) -> tuple[str, float]:
+    """Read one part of a limit.
+
+    Returns:
+        ``"percent"`` or ``"amount"``, and the number in percent or in the metric's unit.
+    """
+    [(written, unit)] = re.findall(rf"({_NUMBER})\s*(.*)", text.strip())
+    number = float(written)
+    scales = {"%": 1.0, **_SCALES.get(metric.unit, {})}
+    if unit and unit not in scales:
+        raise ConfigurationError(
+            f"threshold {whole!r}: {unit!r} is no unit of this metric; "
+            f"use {', '.join(scales)}, or a plain number"
+        )
+    return "percent" if unit == "%" else "amount", number * scales.get(unit, 1)
+
+
+def mean_interval(values: Sequence[float]) -> Interval:
+    """Return the 95 % confidence interval of the mean. A single value has an infinite interval.
+
+    For more than 10 values, the interval is slightly too wide, because `STUDENT` has no numbers for
+    more than 9 degrees of freedom.
+    """
+    t = STUDENT[min(len(values) - 1, len(STUDENT)) - 1]
+    half = t * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+    return fmean(values) - half, fmean(values) + half
+
+
+def listed(names: Sequence[str]) -> str:
+    """Join at most `MOST_NAMES` names with commas, and append the number of further names."""
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return f"{', '.join(names[:MOST_NAMES])}{more}"
+
+
+# --- the gate ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Unjudged:
+    """The cases for which a limit was not checked, with the reason.
+
+    Without cases, the reason is not about single cases: the reference has no number for the limit,
+    the baselines differ, or the new run was interrupted.
+    """
+
+    limit: str
+    cases: list[str]
+    why: str
+
+    def __str__(self) -> str:
+        about = f" for {listed(self.cases)}" if self.cases else ""
+        return f"{self.limit} was not checked{about}: {self.why}"
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What limits say of a run.
+
+    Args:
+        judged: the numbers for which limits were checked, as plain JSON types: `CHANGES`, ``of``,
+            ``limit`` (the allowed change in the metric's unit), ``regressed``, ``threshold`` (the
+            limit as written) and ``reference`` (the name of the run that the number is compared
+            with).
+        regressions: those that exceed a limit, each with its `largest_changes`. NaN is None.
+        unjudged: the limits that could not be checked, each with the cases and the reason.
+    """
+
+    judged: list[dict[str, Any]] = field(default_factory=list)
+    regressions: list[dict[str, Any]] = field(default_factory=list)
+    unjudged: list[Unjudged] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """False if a number exceeds its limit, or a limit could not be checked."""
+        return not (self.regressions or self.unjudged)
+
+    @classmethod
+    def merge(cls, parts: Iterable[Judgement]) -> Judgement:
+        """Merge the judgements on the parts of a run. Equal entries are merged into one."""
+        names = ("judged", "regressions", "unjudged")
+        lists = ([each for part in parts for each in getattr(part, name)] for name in names)
+        return cls(*([*{repr(each): each for each in entries}.values()] for entries in lists))
+
+
+@dataclass(frozen=True)
+class Comparison(Judgement):
+    """The changes from one run to another, and what limits say of them.
+
+    Args:
+        changes: the numbers that were asked for and that the reference has, if the same instrument
+            measured the case in both runs. The columns are `CHANGES`. A ratio is left out if the
+            new run lacks the ratio.
+        notes: cases that were not compared, other differences, and why the reference is incomplete
+            or failed.
+        gate: the two runs.
+    """
+
+    changes: pd.DataFrame = field(default_factory=pd.DataFrame)
+    notes: list[str] = field(default_factory=list)
+    gate: Gate | None = None
+
+    @property
+    def largest(self) -> list[dict[str, Any]]:
+        """What changed most, whether it has a limit or not, see `changes_of_all`."""
+        gate = self.gate
+        return changes_of_all(gate.before, gate.after, gate.compared) if gate else []
 
 
 @dataclass(frozen=True)
@@ -38,60 +375,58 @@ class Gate:
 
     Args:
         before: the reference. If there is no reference, this is a run without rows.
-        after: a saved run, or the unfinished run of a session.
-        asked: the cases to compare. If None, all cases of both runs are compared.
+        after: a saved run, or what a session has measured.
+        asked: what is compared. If None, all cases of both runs are compared.
         across: whether numbers of different devices are compared, too.
         first_run_ok: whether numbers that the reference lacks are accepted.
     """
 
     before: Run
     after: Run
-    asked: RequestedCases | None = None
+    asked: Asked | None = None
     across: bool = False
     first_run_ok: bool = False
 
-    def check_limits(
-        self, limits: Sequence[Limit] = (), asked: RequestedCases | None = None
-    ) -> Verdict:
-        """Compare the two runs, and check the limits.
-
-        Args:
-            limits: the limits on the changes.
-            asked: the cases for which limits are checked. If None, limits are checked for all
-                cases that are compared.
-        """
+    def compare(self, limits: Sequence[Limit] = ()) -> Comparison:
+        """Compare the two runs, and check the limits."""
+        judgement = self.judge(limits)
         with METRICS.including(self.after.metrics, self.before.metrics):
-            return self._judge(limits, self.asked if asked is None else asked)
-
-    def _judge(self, limits: Sequence[Limit], asked: RequestedCases | None) -> Verdict:
-        compared, after, judged, unjudged = self.compared, self.after, [], list[Unjudged]()
-        for limit in limits:
-            about = (
-                self._about(limit) if asked is self.asked else _requested(self._about(limit), asked)
+            compared = self.compared
+            is_shown = compared.before.notna() & compared.shared
+            is_shown &= compared.after.notna() | (compared.of == "")
+            return Comparison(
+                **vars(judgement),
+                changes=compared.loc[is_shown, CHANGES].reset_index(drop=True),
+                notes=[*self._notes()],
+                gate=self,
             )
-            rows = about.dropna(subset=["before", "after"])
-            allowed = limit.exceeded(rows.before, rows.after)
-            judged.append(rows[[*CHANGES, "of"]].join(allowed).assign(threshold=str(limit)))
-            unjudged += self._unjudged(limit, about)
-        unjudged += self._without_rows(asked) if limits else ()
-        if limits and after.status != COMPLETE and self.asked is None:
-            counted = f"{len(after.outcomes)} of {after.cases_asked or 'its'} cases"
-            why = f"{after.name} was interrupted after {counted}"
-            unjudged.append(Unjudged("a limit", [], why))
-        nothing = pd.DataFrame(columns=[*CHANGES, "of", "limit", "regressed", "threshold"])
-        table = pd.concat(judged, ignore_index=True) if judged else nothing
-        is_shown = compared.before.notna() & compared.shared
-        is_shown &= compared.after.notna() | (compared.of == "")
-        return Verdict(
-            compared.loc[is_shown, CHANGES].reset_index(drop=True),
-            table,
-            self._regressions(table),
-            unjudged,
-            [*self._notes()],
-            self._largest,
-        )
 
-    def cases(self, limit: Limit) -> dict[tuple[Subject, str], bool]:
+    def judge(self, limits: Sequence[Limit], *, idle: bool = False) -> Judgement:
+        """Check the limits. With ``idle``, accept limits for which there is no number at all."""
+        judged, unjudged = list[dict[str, Any]](), list[Unjudged]()
+        with METRICS.including(self.after.metrics, self.before.metrics):
+            for limit in limits:
+                about = self._about(limit)
+                rows = about.dropna(subset=["before", "after"])
+                found = rows[[*CHANGES, "of"]].join(limit.exceeded(rows.before, rows.after))
+                found = found.assign(threshold=str(limit), reference=self.before.name)
+                judged += [{str(n): v for n, v in row.items()} for row in found.to_dict("records")]
+                cases = [*self._unjudged_cases(limit, about)]
+                unjudged += cases if cases or idle else self._idle(limit)
+            unjudged += self._without_rows() if limits else ()
+            if limits and self.after.status != COMPLETE and self.asked is None:
+                counted = f"{len(self.after.outcomes)} of {self.after.cases_asked or 'its'} cases"
+                why = f"{self.after.name} was interrupted after {counted}"
+                unjudged.append(Unjudged("a limit", [], why))
+            regressions = [self._regression(row) for row in judged if row["regressed"]]
+        return Judgement(judged, regressions, unjudged)
+
+    def idle(self, limit: Limit) -> list[Unjudged]:
+        """Return why a limit was checked for no number at all, or nothing if it need not be."""
+        with METRICS.including(self.after.metrics, self.before.metrics):
+            return self._idle(limit)
+
+    def numbers(self, limit: Limit) -> dict[tuple[Subject, str], bool]:
         """Return the cases with a number for a limit, and whether the reference has the number."""
         with METRICS.including(self.after.metrics, self.before.metrics):
             rows = _by_case(self._about(limit))
@@ -102,38 +437,40 @@ class Gate:
         return self.compared[at]
 
     @cached_property
-    def _largest(self) -> list[dict[str, Any]]:
-        return changes_of_all(self.before, self.after, self.compared)
-
-    @cached_property
     def compared(self) -> pd.DataFrame:
-        """The numbers of the requested cases in both runs, see `pairs`."""
-        return _requested(pairs(self.before, self.after, across=self.across), self.asked)
+        """The numbers that were asked for in both runs, see `pairs`."""
+        return pairs(self.before, self.after, self.asked, across=self.across)
 
-    def _unjudged(self, limit: Limit, about: pd.DataFrame) -> Iterator[Unjudged]:
-        """Yield the cases for which a limit could not be checked, grouped by reason.
-
-        If the reference has no number for the limit in any case, and no case was yielded, yield one
-        entry without cases. With `first_run_ok`, do so only if the new run lacks the number, too.
-        """
+    def _unjudged_cases(self, limit: Limit, about: pd.DataFrame) -> Iterator[Unjudged]:
+        """Yield the cases for which a limit could not be checked, grouped by reason."""
         cases: dict[str, dict[str, None]] = {}
         for case, row in _by_case(about):
             if why := self._why_not(case, row):
                 cases.setdefault(why, {})[case.id] = None
         yield from (Unjudged(str(limit), [*names], why) for why, names in cases.items())
-        if cases or about.before.notna().any() or (self.first_run_ok and not about.empty):
-            return
+
+    def _idle(self, limit: Limit) -> list[Unjudged]:
+        """Return an entry without cases if the reference has no number for a limit in any case.
+
+        With `first_run_ok`, do so only if the new run lacks the number, too.
+        """
+        about = self._about(limit)
+        if about.before.notna().any() or (self.first_run_ok and not about.empty):
+            return []
         where = f"in phase {limit.phase}" if limit.phase != STEP else "of the step"
         nothing = f"{self.before.name} has no {limit.metric} {where} for any requested case"
         other = other_baseline(self.before, self.after) if limit.of else ""
-        yield Unjudged(str(limit), [], other or nothing)
+        return [Unjudged(str(limit), [], other or nothing)]
 
-    def _without_rows(self, asked: RequestedCases | None) -> Iterator[Unjudged]:
-        """Yield an entry with the requested cases that have an outcome but no number in any run."""
-        outcomes = [*self.before.outcomes, *self.after.outcomes]
+    def _without_rows(self) -> Iterator[Unjudged]:
+        """Yield an entry with what was asked for and has an outcome, but no number in any run."""
+        asked = self.asked
         known = {case for run in (self.before, self.after) for case, _ in run.places}
-        requested = [o for o in outcomes if asked is None or not {*o.asked}.isdisjoint(asked)]
-        if names := {outcome.case.id: None for outcome in requested if outcome.case not in known}:
+        if asked is not None and {case for case, _ in asked} <= known:
+            return
+        outcomes = [*self.before.outcomes, *self.after.outcomes]
+        lost = [o for o in outcomes if asked is None or not {*o.asked}.isdisjoint(asked)]
+        if names := {outcome.case.id: None for outcome in lost if outcome.case not in known}:
             yield Unjudged("a limit", [*names], "there is no number in either run")
 
     def _why_not(self, case: Subject, row: Mapping[str, Any]) -> str:
@@ -259,24 +596,13 @@ class Gate:
         elif before.verdict != COMPLETE:
             yield f"{before.name} did not pass its own comparison: its verdict is {before.verdict}"
 
-    def _regressions(self, judged: pd.DataFrame) -> list[dict[str, Any]]:
-        """Return the rows that exceed their limit, as plain JSON types. NaN becomes None."""
-        worse = judged[judged.regressed.astype(bool)].drop(columns="regressed")
-        regressions = []
-        for case, row in _by_case(worse.astype(object).where(worse.notna(), None)):
-            cases = [case, case.with_trainer(self.after.baseline)] if row["of"] else [case]
-            by_case = [largest_changes(self.before, self.after, each, row) for each in cases]
-            largest = [change for changes in by_case for change in changes]
-            regressions.append(row | {"reference": self.before.name, "largest_changes": largest})
-        return regressions
-
-
-def _requested(pairs: pd.DataFrame, asked: RequestedCases | None) -> pd.DataFrame:
-    if asked is None:
-        return pairs
-    names = {(*case.columns.values(), name) for case, name in asked}
-    places = zip(*(pairs[column] for column in (*AXES, "instrument")), strict=True)
-    return pairs.loc[[place in names for place in places]]
+    def _regression(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a number that exceeds its limit, with what changed most."""
+        case = subject_from(row)
+        cases = [case, case.with_trainer(self.after.baseline)] if row["of"] else [case]
+        by_case = [largest_changes(self.before, self.after, each, row) for each in cases]
+        plain = {name: None if pd.isna(v) else v for name, v in row.items() if name != "regressed"}
+        return plain | {"largest_changes": [change for changes in by_case for change in changes]}
 
 
 def _by_case(rows: pd.DataFrame) -> Iterator[tuple[Subject, dict[str, Any]]]:
@@ -284,7 +610,7 @@ def _by_case(rows: pd.DataFrame) -> Iterator[tuple[Subject, dict[str, Any]]]:
         yield subject_from(row), {str(name): value for name, value in row.items()}
 
 
-def _missing(cases: Sequence[tuple[Subject, str]], others: RequestedCases) -> list[str]:
+def _missing(cases: Sequence[tuple[Subject, str]], others: Asked) -> list[str]:
     """List the cases that ``others`` lacks.
 
     If ``others`` has a case with some but not all of its instruments, the missing instruments are

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dpbench.core.metrics import METRICS, unit
 from dpbench.core.subject import Subject
 from dpbench.results.rows import STEP, Measurement, Number
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 NOT_COUNTED = "NOT COUNTED"
 """The first words of a note on an operator that logical counting left out."""
@@ -229,35 +226,3 @@ def kernel_rows(
         Measurement(case, by, phase, metric, value, unit(metric), repeat, device, tool)
         for (repeat, phase, metric), value in sums.items()
     ]
-
-
-def kernel_table(
-    counts: Iterable[KernelCount],
-    by: Sequence[str] = ("phase", "kernel"),
-    *,
-    step_bytes: float | None = None,
-    bandwidth: float | None = None,
-) -> pd.DataFrame:
-    """Add up the counts of kernels by group, and divide the sums by the number of steps.
-
-    Args:
-        counts: the counts; at least one.
-        by: the columns whose values are equal in a group, e.g. ``["category"]``.
-        step_bytes: the DRAM bytes of a step, for ``share``. If None, uses the sum over all kernels.
-        bandwidth: the bandwidth of the card's memory in B/s, for ``ceiling``.
-
-    Returns:
-        A row for each group, indexed by ``by``, most DRAM bytes first. The columns are the fields
-        `ADDED_UP` per step; ``dram_bytes``; ``share``, which is ``dram_bytes`` divided by
-        ``step_bytes``; and ``ceiling``, which is ``dram_bytes / seconds`` divided by ``bandwidth``.
-        Without a ``bandwidth``, ``ceiling`` is NaN.
-    """
-    import pandas as pd  # imported here, so that measured processes need not load it
-
-    frame = pd.DataFrame([count.as_row() for count in counts])
-    table = frame.groupby(list(by))[[*ADDED_UP]].sum() / frame.repeat.nunique()
-    table["dram_bytes"] = table.read_bytes + table.write_bytes
-    whole = step_bytes if step_bytes is not None else table.dram_bytes.sum()
-    table["share"] = table.dram_bytes / whole if whole else float("nan")
-    table["ceiling"] = table.dram_bytes / table.seconds / (bandwidth or float("nan"))
-    return table.sort_values("dram_bytes", ascending=False, kind="stable")

@@ -13,10 +13,17 @@ from dpbench.core.case import ALL_PHASES
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.metrics import METRICS, Timed
 from dpbench.core.subject import Subject
-from dpbench.results.kernels import KernelCount, OperatorCount, kernel_table
+from dpbench.results.kernels import KernelCount, OperatorCount
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
-from dpbench.results.summary import divided, of_one_instrument, own_values, summary, to_frame
+from dpbench.results.summary import (
+    divided,
+    kernel_table,
+    of_one_instrument,
+    own_values,
+    summary,
+    to_frame,
+)
 
 
 @dataclass(frozen=True)

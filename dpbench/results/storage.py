@@ -1,4 +1,4 @@
-"""The directory of saved runs, and the choice of a session's reference run."""
+"""The directory of saved runs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from pathlib import Path
 
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import Locked, check_writable, in_words, is_file, locked
-from dpbench.core.subject import Subject
-from dpbench.results.outcome import COMPLETE, INTERRUPTED
+from dpbench.results.outcome import INTERRUPTED
 from dpbench.results.run import Run
 
 LOGICAL = "cpu-logical"
@@ -194,36 +193,6 @@ def readable(
 
 
 # --- the reference run -----------------------------------------------------------------------
-
-
-def latest_passed_run(
-    newest_first: Iterable[Path],
-    sources: Collection[tuple[str, str]],
-    asked: Collection[tuple[Subject, str]],
-    notes: list[str],
-) -> Run | None:
-    """Return the latest run that fits the arguments and has the verdict `COMPLETE`, or None.
-
-    Args:
-        newest_first: the files of candidates, the newest first.
-        sources: pairs (device, instrument). The run must have rows of at least one pair.
-        asked: pairs (case, instrument). If there are pairs, the run must have rows of at least one
-            pair.
-        notes: the list to which messages are added: on unreadable files and, if no run is returned,
-            on the latest run that fits the arguments but has another verdict.
-    """
-    skipped, rejected, wanted = list[str](), list[str](), {*asked}
-    for run in readable(newest_first, Run.load, skipped):
-        if {*sources}.isdisjoint(run.sources) or (wanted and wanted.isdisjoint(run.places)):
-            continue
-        if run.verdict == COMPLETE:
-            notes += skipped
-            return run
-        rejected.append(
-            f"{run.name} is not compared, because it is {run.verdict}; name it to compare with it"
-        )
-    notes += [*skipped, *rejected[:1]]
-    return None
 
 
 def check_comparable(

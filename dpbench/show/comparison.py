@@ -14,10 +14,10 @@ from dpbench.core.files import printable
 from dpbench.core.metrics import METRICS
 from dpbench.core.registry import TRAINERS
 from dpbench.core.subject import subject_from
-from dpbench.results.compare import Verdict
+from dpbench.results.gate import Comparison
 from dpbench.results.rows import NUMBER, STEP
-from dpbench.show.groups import title_parts
 from dpbench.show.layout import ABSENT, BYTES, Table, byte_unit, three_digits, written
+from dpbench.show.tables import title_parts
 
 MOST_LINES = 40
 """The most lines in a list of numbers that exceeded a limit."""
@@ -27,12 +27,11 @@ HEADERS = ["metric", "phase", "before", "after", "change", "limit"]
 
 
 def comparison_tables(
-    verdict: Verdict,
+    comparison: Comparison,
     title: str = "",
     against: str = "",
     *,
     shown: Sequence[tuple[str, str]] = (),
-    largest_first: bool = False,
 ) -> list[Table]:
     """Make a table of changes for each configuration, instrument and device.
 
@@ -40,14 +39,14 @@ def comparison_tables(
     was checked.
 
     Args:
-        verdict: the changes, and the numbers for which limits were checked.
+        comparison: the changes, and the numbers for which limits were checked.
         title: the beginning of each table's title.
         against: the name of the reference, for the end of each title.
         shown: pairs (metric, phase) to show instead of the main metrics.
-        largest_first: whether the largest relative change comes first.
     """
-    changes, judged = verdict.changes, verdict.judged
     keys = [*AXES, *NUMBER[1:]]
+    changes = comparison.changes
+    judged = pd.DataFrame(comparison.judged, columns=None if comparison.judged else keys)
     known = pd.MultiIndex.from_frame(changes[keys]).isin(pd.MultiIndex.from_frame(judged[keys]))
     places = pd.MultiIndex.from_frame(changes[["metric", "phase"]])
     rows = changes[places.isin(shown or [(name, STEP) for name in _main_metrics()]) & ~known]
@@ -62,9 +61,6 @@ def comparison_tables(
         name = f"{title}{what}, {cell['instrument']} on {cell['device']}{with_what}"
         cells = []
         ordered = group.sort_values(["trainer", "metric"], kind="stable", key=_rank)
-        if largest_first:
-            by_size = ordered.relative.abs().fillna(math.inf)
-            ordered = ordered.loc[by_size.sort_values(ascending=False, kind="stable").index]
         for row in ordered.to_dict("records"):
             metric, phase, *rest = change_cells(row)
             cells.append([row["trainer"], metric + (f"@{phase}" if phase != STEP else ""), *rest])
@@ -75,7 +71,7 @@ def comparison_tables(
 def _rank(names: pd.Series[str]) -> pd.Series[int]:
     """Return sort keys: trainers in the order of registration, or main metrics before others."""
     if names.name == "trainer":
-        return names.map(TRAINERS.rank)
+        return names.map({name: TRAINERS.rank(name) for name in names.unique()})
     main = _main_metrics()
     return names.map(lambda name: [*main, name].index(name))
 
@@ -137,7 +133,7 @@ def grown_text(
     forward)``. The changes of regressions come first.
 
     Args:
-        regressions: the regressions of a verdict, with the largest changes of each.
+        regressions: the regressions of a comparison, with the largest changes of each.
         largest: further changes, see `dpbench.results.changes.changes_of_all`.
     """
     changes = [change for row in regressions for change in row.get("largest_changes", ())]

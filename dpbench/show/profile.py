@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from io import StringIO
@@ -11,12 +12,19 @@ import pandas as pd
 
 from dpbench.core.case import ALL_PHASES, AXES
 from dpbench.core.metrics import METRICS
-from dpbench.results.kernels import short_name
-from dpbench.results.rows import IDENTITY, STEP, Measurement
-from dpbench.results.summary import summary, to_frame
-from dpbench.show.groups import titled
-from dpbench.show.kernels import wrapped
+from dpbench.results.kernels import KernelCount, category, short_name
+from dpbench.results.outcome import Outcome
+from dpbench.results.roofline import Roofs, known_roofs
+from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
+from dpbench.results.summary import (
+    dram_bytes_of_step,
+    kernel_table,
+    steps_by_rank,
+    summary,
+    to_frame,
+)
 from dpbench.show.layout import Shown, Table, as_text, gigabytes, milliseconds
+from dpbench.show.tables import titled
 
 PROFILER, TIMELINE = "PyTorch profiler", "Nsight Systems"
 """The values of `Metric.table` for metrics of the two tools."""
@@ -49,13 +57,6 @@ def recorded_tables(summary: pd.DataFrame, frame: pd.DataFrame) -> list[Table]:
 
 def _by_rank(frame: pd.DataFrame) -> Iterator[Table]:
     """Yield a table by rank for each case with recorded collectives on several ranks."""
-    steps = frame[frame.phase == STEP]
-    spent = frame[(frame.metric == "communication_seconds") & (frame.phase != STEP)]
-    without_rank, without_phase = ([c for c in IDENTITY if c != lost] for lost in ("rank", "phase"))
-    least = spent.groupby(without_rank, sort=False).value.transform("min")
-    waited = spent.assign(metric="waited", value=spent.value - least)
-    whole = waited.groupby(without_phase, sort=False, as_index=False).agg({"value": "sum"})
-    rows = pd.concat([steps, whole])
     columns: dict[str, Shown] = {
         "rank": ("rank", str),
         "CPU\nms": ("cpu_time_seconds", milliseconds),
@@ -63,7 +64,7 @@ def _by_rank(frame: pd.DataFrame) -> Iterator[Table]:
         "exposed\nms": ("exposed_communication_seconds", milliseconds),
         "waited\nms": ("waited", milliseconds),
     }
-    for title, of_case in titled(rows, AXES):
+    for title, of_case in titled(steps_by_rank(frame), AXES):
         wide = of_case.pivot_table(index="rank", columns="metric", values="value")
         if "waited" in wide and len(wide) > 1:
             yield Table.of(f"{title}: by rank, per step", wide.reset_index(), columns, [WAITED])
@@ -144,3 +145,76 @@ def _statistics(title: str, text: str) -> Table:
     names = {name: (name, _name) for name in ("Name", "Operation", "Range") if name in lines}
     columns: dict[str, Shown] = names | {name: (name, str) for name in lines.columns.drop([*names])}
     return Table.of(title, lines, columns)
+
+
+NAME_WIDTH = 24
+"""The width of the column of kernels in characters, so that the table fits 80 characters."""
+
+
+def kernel_tables(outcome: Outcome, summary: pd.DataFrame, top: int) -> list[Table]:
+    """Make a table of a case's kernels and a table of their categories, sorted by DRAM bytes.
+
+    There are no tables if the case was not profiled kernel by kernel. A share is relative to the
+    DRAM bytes of the whole step. If these bytes were not measured, a share is relative to the DRAM
+    bytes of all profiled kernels.
+
+    Args:
+        outcome: the outcome of the case.
+        summary: the summary of the run.
+        top: the most lines in the table of kernels. All categories are shown.
+    """
+    if not (counts := outcome.kernels):
+        return []
+    of_case = summary[(summary.case == outcome.case) & summary.instrument.isin(outcome.by)]
+    step_bytes = dram_bytes_of_step(of_case)
+    device = next((row.device for row in outcome.rows if row.device != NO_HARDWARE), "")
+    roofs = known_roofs(device)
+    tables = []
+    for by in (["kernel", "phase"], ["category"]):
+        bandwidth = roofs.bandwidth if roofs else None
+        table = kernel_table(counts, by, step_bytes=step_bytes, bandwidth=bandwidth)
+        shown = table if by == ["category"] else table.head(top)
+        count = f" (top {len(shown)} of {len(table)})" if len(shown) < len(table) else ""
+        columns: dict[str, Shown] = {
+            by[0]: (by[0], wrapped),
+            **{key: (key, str) for key in by[1:]},
+            "count": ("launches", "{:.0f}".format),
+            "DRAM\nGB": ("dram_bytes", gigabytes),
+            "ms": ("seconds", milliseconds),
+            "share": ("share", "{:.1%}".format),
+            "of\npeak": ("ceiling", "{:.0%}".format),
+        }
+        case = ", ".join(filter(None, (outcome.case.id, device)))
+        title = f"{case}: bytes by {by[0]}{count}"
+        tables.append(Table.of(title, shown.reset_index(), columns))
+    return [*tables[:-1], replace(tables[-1], notes=tuple(_notes(counts, step_bytes, roofs)))]
+
+
+def wrapped(name: str) -> str:
+    """Break a kernel's name into lines of at most `NAME_WIDTH` characters."""
+    return textwrap.fill(name, NAME_WIDTH, drop_whitespace=False)
+
+
+def _notes(
+    counts: Sequence[KernelCount], step_bytes: float | None, roofs: Roofs | None
+) -> Iterator[str]:
+    total = sum(count.dram_bytes for count in counts) / len({count.repeat for count in counts})
+    if step_bytes:
+        yield (
+            f"Share: of the step's {gigabytes(step_bytes)} GB. All profiled kernels move "
+            f"{total / step_bytes:.1%} of these bytes. Copies and memsets are not kernels."
+        )
+    else:
+        yield (
+            f"Share: of the {gigabytes(total)} GB of all profiled kernels, because the bytes of "
+            f"the step were not measured. Copies and memsets are not kernels."
+        )
+    yield "ms: the kernels' own time under the profiler, without the gaps between kernels."
+    if roofs:
+        yield (
+            f"Of peak: DRAM bytes ÷ ms, as a share of the {roofs.bandwidth / 1e9:.4g} GB/s of "
+            f"{roofs.name} ({roofs.source})."
+        )
+    unknown = {count.kernel for count in counts if category(count.name) is None}
+    if unknown:
+        yield f"Kernels without a category: {', '.join(sorted(unknown))}."

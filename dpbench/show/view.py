@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +13,6 @@ from dpbench.core.metrics import METRICS, Metric, expectations
 from dpbench.core.settings import Settings
 
 if TYPE_CHECKING:
-    import pandas as pd
-
-    from dpbench.results.outcome import Outcome
     from dpbench.results.roofline import Roofs
 
 
@@ -119,27 +116,6 @@ class TableOptions:
         expected = expectations([*asked.expect, *no_usual])
         chosen = tuple(map(column, listed_names(asked.columns)))
         return cls(chosen, asked.sort, labels, asked.top, expected, baseline)
-
-    def under_tests(self, summary: pd.DataFrame, outcomes: Iterable[Outcome]) -> pd.DataFrame:
-        """Add a column to a summary for each requested label of tests.
-
-        If several tests requested a case, the rows of the case are repeated for each test.
-        """
-        labels = [name for name in self.group_by if name in OF_TESTS or name.startswith(PARAM)]
-        rows = [
-            {**outcome.case.columns, "counted": name == "logical"}
-            | {label: label_of(test, label) for label in labels}
-            for outcome in outcomes
-            for name in outcome.instruments
-            for test in outcome.tests or [{"test": NO_TEST, "params": {}}]
-        ]
-        if not (rows and labels):
-            return summary.assign(**dict.fromkeys(labels, NO_TEST))
-        import pandas as pd
-
-        counted = summary.assign(counted=summary.instrument == "logical")
-        tests = pd.DataFrame(rows).drop_duplicates()
-        return counted.merge(tests, on=[*AXES, "counted"], how="left")
 
 
 def label_of(test: Mapping[str, Any], label: str) -> str:

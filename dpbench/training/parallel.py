@@ -7,6 +7,8 @@ mean of the ranks' mean gradients is the mean gradient of the whole batch.
 from __future__ import annotations
 
 import atexit
+from datetime import timedelta
+from functools import lru_cache
 from typing import Any
 from weakref import WeakSet
 
@@ -121,3 +123,28 @@ def own_generator(device: torch.device) -> torch.Generator:
     seed = torch.randint(2**62, (1,)).to(device)
     distributed.broadcast(seed, 0)
     return torch.Generator(device).manual_seed(int(seed) + rank_and_ranks()[0])
+
+
+# --- messages between ranks --------------------------------------------------------------------
+
+FOR_EVER = timedelta(days=30)  # the process that started the ranks ends hanging ranks
+
+
+@lru_cache(maxsize=1)
+def _group(of: Any) -> Any:
+    """Return a gloo process group with the ranks of the group ``of``. gloo uses no GPU."""
+    return distributed.new_group(backend="gloo", timeout=FOR_EVER)
+
+
+def all_gather(word: str) -> list[str]:
+    """Send a string to all ranks, and return the strings that all ranks sent, by rank.
+
+    All ranks must call this function equally often. The ranks use it to agree whether to take
+    another step. A rank that took more steps than another rank would wait in a collective for ever.
+    """
+    _, ranks = rank_and_ranks()
+    if ranks == 1:
+        return [word]
+    words = [""] * ranks
+    distributed.all_gather_object(words, word, group=_group(distributed.group.WORLD))
+    return words

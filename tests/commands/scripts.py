@@ -54,20 +54,6 @@ print(f"loss {loss:.6f} {sys.argv[1:]} {__name__}")
 
 NO_STEP = "import torch\ntorch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()\n"
 
-THREAD = """
-import threading
-import torch
-def train():
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(4):
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-thread = threading.Thread(target=train)
-thread.start()
-thread.join()
-"""
-
 FORK = """
 import os
 if os.fork() == 0:

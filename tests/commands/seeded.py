@@ -9,7 +9,6 @@ import random
 import shlex
 import subprocess
 import sys
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -139,21 +138,6 @@ def numbers(seed: int, *, commits: int = 100, rise: float = 1.05) -> tuple[list[
 def tried(out: str) -> list[list[str]]:
     """The words of each line about a commit or version."""
     return [line.split() for line in out.splitlines() if " × " in line or " skipped: " in line]
-
-
-def wheel(folder: Path, name: str, version: str, moved: float, needs: str = "") -> None:
-    """A package with a number, as pip installs it."""
-    about = f"{name}-{version}.dist-info"
-    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-    texts = {
-        f"{name}.py": f"MOVED = {moved}\n",
-        f"{about}/METADATA": metadata + (f"Requires-Dist: {needs}\n" if needs else ""),
-        f"{about}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        f"{about}/RECORD": "",
-    }
-    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as packed:
-        for path, text in texts.items():
-            packed.writestr(path, text)
 
 
 def _data(text: str) -> str:

@@ -11,7 +11,6 @@ import pytest
 
 from dpbench.commands.cli import main
 from dpbench.core.case import Case
-from dpbench.core.grid import Grid
 from dpbench.results.run import Run
 
 pytestmark = pytest.mark.usefixtures("counted_once")
@@ -98,13 +97,6 @@ def test_a_ratio_needs_the_baseline_along_every_axis(dpbench: Asked) -> None:
 
 def _is_adam_of(row: dict[str, str], trainer: str) -> bool:
     return (row["trainer"], row["optimizer"]) == (trainer, "adamw")
-
-
-def test_a_grid_file_names_its_baseline(tmp_path: Path) -> None:
-    path = tmp_path / "mine.toml"
-    path.write_text("trainer = 'dpsgd'\nbatch_size = 8\nseq_len = 8\nbaseline = 'dpsgd_fgc'\n")
-    assert Grid.named(str(path)).baseline == "dpsgd_fgc"
-    assert Grid.named(str(path)).with_axes("dpsgd_ghost").baseline == "dpsgd_ghost"
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,11 +10,12 @@ import pytest
 from dpbench.commands.cli import main
 from dpbench.results.run import Run
 from tests.commands.seeded import LIMIT, Repository, numbers, run_of, tried
-from tests.test_endings import PATIENCE
 
 
 @pytest.mark.repeats
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))]
+)
 def test_the_first_bad_of_a_hundred_commits_is_named(
     seed: int, repository: Repository, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -140,6 +138,7 @@ def test_a_command_runs_in_the_same_folder_of_each_worktree_and_no_hook_does(
     assert not (repository.folder / "ran").exists()
 
 
+@pytest.mark.slow
 def test_a_real_count_names_the_commit_and_the_operator(
     repository: Repository, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,39 +163,13 @@ def test_a_real_count_names_the_commit_and_the_operator(
     assert "What changed most:\n  Mine outside: aten.clone +" in out
 
 
-def test_worktrees_of_a_killed_bisection_are_removed_by_the_next(
-    repository: Repository, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    commits = repository.commit_all([1e6, 1e6, 2e6])
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
-    words = [LIMIT, f"{commits[0]}..main", "--"]
-    hangs = ["sh", "-c", "echo $$ > ../../started; exec sleep 1000", "{json}"]
-    killed, lives = (
-        subprocess.Popen([sys.executable, "-m", "dpbench", "bisect", *words, *hangs])
-        for _ in range(2)
-    )
-    try:
-        deadline = time.monotonic() + PATIENCE
-        while repository.worktrees < 1 + 2 * 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        killed.kill()
-        killed.wait()
-        assert main(["bisect", *words, *repository.writes]) == 0
-        assert repository.worktrees == 1 + 2
-        assert len(list((tmp_path / "temporary").glob("dpbench-bisect-*"))) == 1
-    finally:
-        for process in (killed, lives):
-            process.send_signal(signal.SIGINT)
-            process.wait()
-    assert repository.worktrees == 1
-
-
 # --- times ------------------------------------------------------------------------------------
 
 
 @pytest.mark.repeats
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+)
 def test_a_time_is_measured_until_the_limit_is_certainly_exceeded(
     seed: int, repository: Repository, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -42,9 +42,7 @@ def cases_of(path: Path) -> dict[str, str | None]:
     [
         ("trainer = [", "grid file bad.toml: "),
         ("trainer = 'dpsgd'\nbatch = 4", "unknown key 'batch'; choose from trainer, batch_size"),
-        ("trainer = 'dpsgd'\nbatch_size = '4'\nseq_len = 8", "batch_size must be int"),
         ("trainer = 'dpsgd'", "missing batch_size, seq_len"),
-        ("trainer = 'adam'\nbatch_size = 4\nseq_len = 8", "unknown trainer 'adam'"),
     ],
 )
 def test_a_malformed_grid_file_is_named_with_its_key(
@@ -61,15 +59,10 @@ def test_a_malformed_grid_file_is_named_with_its_key(
     ("options", "words"),
     [
         (["--trainer=dpsgd:max_grad_norm=-1"], "max_grad_norm is -1, and must be finite and above"),
-        (["--trainer=dpsgd:clip=x"], "unknown clip 'x'; choose from flat, per_layer"),
         (["--trainer=dpsgd", "--optimizer=adamw:weight_decay=-1"], "Invalid weight_decay value"),
         (
             ["--trainer=outside:Doubling:learning_rate=x"],
             "parameter learning_rate of trainer Doubling must be a number, not 'x'",
-        ),
-        (
-            ["--trainer=standard", "--workload=resnet", "--set=image_size=x"],
-            "parameter image_size of workload resnet must be an integer, not 'x'",
         ),
         (
             ["--trainer=standard", "--workload=layer", "--set=width=0"],
@@ -124,14 +117,6 @@ def test_without_a_gpu_a_run_counts_logical_bytes_and_says_so(
     rows = json.loads(Path("run.json").read_text())["rows"]
     assert {row["instrument"] for row in rows} == {"logical"}
     assert {row["device"] for row in rows} == {"logical (no hardware)"}
-
-
-def test_options_replace_axes_of_the_grid(elsewhere: Path) -> None:
-    only = ["--instrument=logical", "--trainer=standard", "--json=run.json"]
-    assert main(["run", *TINY, *only]) == 0
-    cases = json.loads(Path("run.json").read_text())["cases"]
-    found = [(c["trainer"], c["batch_size"], c["seq_len"], c["model_size"]) for c in cases]
-    assert found == [("standard", 4, 16, "tiny")]
 
 
 def test_failures_of_every_kind_leave_the_other_cases_running(

@@ -70,17 +70,6 @@ def test_output_without_unicode_has_escapes() -> None:
         assert b"\\xf7 std" in raw.getvalue()
 
 
-def test_deleted_directory_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    os.chdir(gone)
-    gone.rmdir()
-    assert main(["list"]) == 2
-    assert capsys.readouterr().err == (
-        "dpbench: the current directory no longer exists: change to another one\n"
-    )
-
-
 def test_interrupt_while_commands_are_imported_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,7 +95,6 @@ def renamed(row: dict[str, Any]) -> None:
     ("change", "session", "limit", "words"),
     [
         (without("ncu"), {}, "dram_bytes:5%", "fp32: not in 0003_lost"),
-        (without("timing"), {}, "step_time_seconds:5%", "fp32: not in 0003_lost"),
         (
             renamed,
             {},
@@ -109,7 +108,7 @@ def renamed(row: dict[str, Any]) -> None:
             "a limit was not checked: 0003_lost was interrupted after 16 of 20 cases",
         ),
     ],
-    ids=["ncu", "timing", "renamed", "interrupted"],
+    ids=["ncu", "renamed", "interrupted"],
 )
 def test_what_a_limit_could_not_judge_is_exit_code_1(
     storage: Storage,
@@ -158,8 +157,6 @@ def test_case_that_fails_now_is_exit_code_1(
     ("arguments", "words"),
     [
         (["1", "9"], "no run number 0009 in .dpbench; its latest runs are 0001, 0002"),
-        (["1", "absent.json"], "no run file absent.json"),
-        (["1", "2", "--fail", "dram:5%"], "unknown metric 'dram'"),
         (["1", str(RESULTS / "h200-ncu-precisions.json.xz")], "the runs have no case in common"),
     ],
 )
@@ -200,18 +197,6 @@ def test_list_shows_runs_and_names_what_it_skips(
     assert capsys.readouterr().out == "no runs in absent\n"
 
 
-@pytest.mark.usefixtures("storage")
-def test_number_names_a_run_to_show_and_to_draw_too(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert main(["show", "2", "--storage", ".dpbench"]) == 0
-    assert "1b fp32, batch 8, sequence 256, NVIDIA H200: GB per step" in capsys.readouterr().out
-    pytest.importorskip("plotly")
-    assert main(["show", "1", "2", "--html=report.html"]) == 0
-    page = Path("report.html").read_text(encoding="utf-8")
-    assert "<title>dpbench: 0001_before, 0002_after</title>" in page
-
-
 def lines_of(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
     return [line.split() for line in capsys.readouterr().out.splitlines()]
 
@@ -226,26 +211,20 @@ def test_runs_are_compared_by_name_and_the_newest_of_a_name_counts(
 
 
 @pytest.mark.usefixtures("storage")
-def test_a_name_that_nothing_has_is_refused_with_the_nearest(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["compare", "befor", "after"]) == 2
-    error = capsys.readouterr().err
-    assert "no run file befor, and no run of that name" in error
-    assert error.endswith("did you mean before?\n")
-
-
-@pytest.mark.usefixtures("storage")
-def test_columns_are_metrics_and_phases_and_the_largest_change_can_come_first(
+def test_columns_are_metrics_and_phases(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     names = "dram_bytes@clip,dram_bytes@forward"
-    assert main(["compare", "before", "after", "--columns", names, "--sort", "change"]) == 0
+    assert main(["compare", "before", "after", "--columns", names]) == 0
     lines = lines_of(capsys)
     first = lines.index(["trainer", "metric", "before", "after", "change", "limit"]) + 2
     of_cell = lines[first : first + 7]
-    assert [line[1] for line in of_cell] == ["dram_bytes@clip"] * 3 + ["dram_bytes@forward"] * 4
-    assert [line[-2] for line in of_cell] == ["+2.00%"] * 3 + ["+0.00%"] * 4
+    assert [line[:2] for line in of_cell[:3]] == [
+        ["standard", "dram_bytes@forward"],
+        ["dpsgd", "dram_bytes@clip"],
+        ["dpsgd", "dram_bytes@forward"],
+    ]
+    assert [line[-2] for line in of_cell[:3]] == ["+0.00%", "+2.00%", "+0.00%"]
     assert main(["compare", "before", "after", "--columns", "dram_byte"]) == 2
     assert "did you mean dram_bytes?" in capsys.readouterr().err
 
@@ -253,9 +232,8 @@ def test_columns_are_metrics_and_phases_and_the_largest_change_can_come_first(
 def test_runs_that_name_trainers_of_before_are_still_shown_and_compared(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for file, before in (("methods-256", "mixed_ghost"), ("opacus-changes", "lean:changes=kept")):
-        assert main(["show", str(RESULTS / f"h200-{file}.json.xz")]) == 0
-        assert f"\n{before} " in capsys.readouterr().out
+    assert main(["show", str(RESULTS / "h200-opacus-changes.json.xz")]) == 0
+    assert "\nlean:changes=kept " in capsys.readouterr().out
     runs = [str(RESULTS / f"{card}-adamw-1024.json.xz") for card in ("h200", "h100")]
     assert main(["compare", *runs, "--across"]) == 0
     shown = capsys.readouterr().out

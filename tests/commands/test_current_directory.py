@@ -9,19 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.commands.cli import main
 from dpbench.core.registry import TRAINERS
+from tests.commands.seeded import run_of
 
 TAKEN = ("wcwidth", "numexpr", "bottleneck", "pyarrow", "openpyxl", "xlsxwriter")
 """What pandas and tabulate import if they can."""
 
 SIZE = ["--batch-size=2", "--seq-len=8", "--model-size=99x16x1x2"]
-COUNT = ["run", "--instrument=logical", *SIZE, "--trainer=standard"]
 
 
-def dpbench(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def dpbench(
+    directory: Path, *words: str, interpreter: str = "-B"
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "dpbench", *words],
+        [sys.executable, interpreter, "-m", "dpbench", *words],
         cwd=directory,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
@@ -31,53 +32,24 @@ def dpbench(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.fixture
-def strange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with two runs, and modules that say so if they are executed."""
+def test_no_module_there_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("a.json", "b.json"):
-        assert main([*COUNT, f"--json={name}"]) == 0
+        Path(name).write_text(run_of([1e6]))
     for module in TAKEN:
         Path(f"{module}.py").write_text(f"print('executed {module}')")
-    return tmp_path
+    for words in (["list"], ["show", "a.json"], ["compare", "a.json", "b.json"]):
+        done = dpbench(tmp_path, *words)
+        assert done.returncode == 0, done.stderr
+        assert "executed" not in done.stdout + done.stderr
 
 
-@pytest.mark.repeats
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["list"],
-        ["show", "a.json"],
-        ["show", "a.json", "--roofline=h200"],
-        ["compare", "a.json", "b.json"],
-        ["merge", "a.json"],
-        COUNT,
-    ],
-    ids=" ".join,
-)
-def test_no_module_there_is_executed(strange: Path, words: list[str]) -> None:
-    done = dpbench(strange, *words)
-    assert done.returncode == 0, done.stderr
-    assert "executed" not in done.stdout + done.stderr
-
-
-@pytest.mark.repeats
-@pytest.mark.parametrize("instrument", ["logical", "timing"])
-def test_a_module_there_does_not_shadow_one_of_a_cases_process(
-    tmp_path: Path, instrument: str
-) -> None:
+@pytest.mark.slow
+def test_a_module_there_does_not_shadow_one_of_a_cases_process(tmp_path: Path) -> None:
     for module in ("typing", "ast", "json", "socket", "numpy", "tabulate"):
         (tmp_path / f"{module}.py").write_text("raise SystemExit('executed')")
-    run = ["run", f"--instrument={instrument}", "--device=cpu", *SIZE, "--trainer=standard"]
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "dpbench", *run, "--active=1"],
-        cwd=tmp_path,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    run = ["run", "--device=cpu", *SIZE, "--trainer=standard", "--active=1"]
+    done = dpbench(tmp_path, *run, "--instrument=logical", "--instrument=timing", interpreter="-P")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -11,7 +11,6 @@ from dpbench.commands.cli import build_parser, main
 from dpbench.core.gpu import Gpu
 from dpbench.core.settings import Settings
 from dpbench.results.storage import Storage
-from tests.plugin.saved_runs import recorded_document, save
 from tests.programs import program
 
 REPLAY = Path(__file__).parents[1] / "replay_ncu.py"
@@ -69,33 +68,6 @@ def test_run_counts_the_chosen_case_as_asked(
     )
 
 
-def test_compare_finds_numbers_in_the_storage_that_it_is_given(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("one", "two"):
-        save(tmp_path, name, recorded_document())
-    Path(".dpbench").rename("kept")
-    assert main(["compare", "1", "2"]) == 2
-    assert main(["compare", "1", "2", "--storage=kept"]) == 0
-    assert "0001_one -> 0002_two" in capsys.readouterr().out
-
-
-def test_smoke_trains_on_the_device_that_it_is_given(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["smoke", "--trainer=standard", "--device=cuda"]) == 1
-    shown = capsys.readouterr().out
-    assert shown.startswith("[TEST FAILED] StandardTrainer: ")
-    assert "CUDA" in shown
-
-
-def test_step_takes_every_axis_of_a_case(capsys: pytest.CaptureFixture[str]) -> None:
-    axes = ["--precision=bf16", "--attention=dp_mha", "--model=simple"]
-    cell = ["--batch-size=2", "--seq-len=8", "--model-size=100x8x1x2", "--device=cpu"]
-    command = ["step", "--trainer=dpsgd", *cell, *axes, "--warmup=0", "--active=1"]
-    assert main(command) == 0
-    case = json.loads(capsys.readouterr().out)["case"]
-    assert (case["precision"], case["attention"], case["model"]) == ("bf16", "dp_mha", "simple")
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -120,7 +92,7 @@ def test_doctor_looks_where_it_is_told(
 ) -> None:
     asked: list[Settings] = []
     monkeypatch.setattr(
-        "dpbench.commands.machine.checks.examine", lambda setup: asked.append(setup) or iter(())
+        "dpbench.commands.doctor.examine", lambda setup: asked.append(setup) or iter(())
     )
     assert main(["doctor", "--ncu-dir=deep", "--timeout=7", "--ncu-path=./ncu", "--json"]) == 0
     assert asked == [Settings(ncu_dir=Path("deep"), own={"ncu_path": "./ncu"}, timeout=7.0)]

@@ -57,7 +57,9 @@ sys.exit(9)
 """
 
 
-@pytest.mark.parametrize("error", ["", "the script failed with KeyError"])
+@pytest.mark.parametrize(
+    "error", ["", pytest.param("the script failed with KeyError", marks=pytest.mark.slow)]
+)
 def test_script_under_ncu_has_the_rows_of_its_report(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: str
 ) -> None:

@@ -41,11 +41,9 @@ def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("axis", "named"),
     [
         ("model", "named_by_a_file:X"),
-        ("workload", "named_by_a_file:X"),
         ("workload", f"{SHELL}:args=touch ran,shell=true"),
         ("workload", "short=named_by_a_file:X"),
         ("trainer", "named_by_a_file:X"),
-        ("trainer", f"{SHELL}:args=touch ran,shell=true"),
         ("optimizer", "named_by_a_file:X"),
         ("optimizer", "torch.hub:load:repo_or_dir=.,source=local"),
         ("set", f"workload={SHELL}"),
@@ -74,6 +72,7 @@ def test_a_name_in_a_saved_run_is_neither_imported_nor_called(
     assert {kind: dict(known._targets) for kind, known in NAMED.items()} == registered
 
 
+@pytest.mark.usefixtures("counted_here")
 def test_advice_leaves_out_a_trainer_that_only_the_run_knows(
     marker: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from dpbench.commands.cli import main
+from tests.commands.test_exec import processes_here
 from tests.named import target
 from tests.training.test_refusals import Sequences
+
+__all__ = ["processes_here"]
 
 SCRIPT = """
 import argparse, torch
@@ -27,6 +30,7 @@ for _ in range(12):
 TRAINER = "run --trainer=standard --batch-size=4 --seq-len=8 --model-size=50x16x1x2"
 
 
+@pytest.mark.usefixtures("processes_here", "counted_here")
 @pytest.mark.parametrize(
     ("before", "bad", "code", "said", "remedies"),
     [
@@ -76,6 +80,7 @@ class Crops(Sequences):
         return model(crops).flatten(1).square().mean(1).view(-1, 3).mean(1)
 
 
+@pytest.mark.usefixtures("counted_here")
 def test_advice_names_no_method_that_clips_crops_and_says_what_to_change(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

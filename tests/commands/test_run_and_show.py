@@ -75,7 +75,6 @@ def test_columns_order_groups_and_files(
     ("option", "words"),
     [
         ("--columns=nope", "unknown column 'nope'; choose from dram_read_bytes"),
-        ("--sort=nope", "unknown column 'nope'; choose from dram_read_bytes"),
         ("--group-by=nope", "unknown group 'nope'; choose from cell, device, phase"),
         ("--csv=/dev/null/x.csv", "directory /dev/null cannot be written"),
     ],

@@ -21,6 +21,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.usefixtures("counted_here")
 def test_several_gpus_are_shown_beside_one_with_the_same_batch(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -39,7 +40,7 @@ def test_several_gpus_are_shown_beside_one_with_the_same_batch(
     assert "÷ one GPU" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("instrument", ["logical", "timing"])
+@pytest.mark.parametrize("instrument", ["logical", pytest.param("timing", marks=pytest.mark.slow)])
 def test_a_parameter_with_fewer_rows_than_ranks_is_named(
     instrument: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,9 +20,9 @@ def no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Path(name).touch()
 
 
-@pytest.mark.parametrize("instrument", ["logical", "timing"])
-def test_counting_and_timing_go_on(instrument: str) -> None:
-    run = ["run", f"--instrument={instrument}", "--device=cpu", "--active=1", *SIZE]
+def test_counting_and_timing_go_on() -> None:
+    both = ["--instrument=logical", "--instrument=timing"]
+    run = ["run", *both, "--device=cpu", "--active=1", *SIZE]
     assert main([*run, "--json=run.json"]) == 0
     assert json.loads(Path("run.json").read_text())["rows"]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from bench.ceilings import measure_ceilings
-from dpbench.commands.machine import checks
-from dpbench.commands.machine.calibration import OK, READ, WORK, WRITTEN, Diagnosis
+from dpbench.commands import doctor
+from dpbench.commands.doctor import OK, READ, WORK, WRITTEN, Diagnosis
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.gpu import visible_gpus
 from dpbench.core.settings import Settings
@@ -32,11 +32,11 @@ def all_is_right(found: list[Diagnosis]) -> None:
 
 
 def test_work_of_known_size_is_counted_by_every_metric_and_rightly(setup: Settings) -> None:
-    all_is_right(list(checks.counters(setup)))
+    all_is_right(list(doctor.counters(setup)))
 
 
 def test_cupti_counts_known_work_and_nothing_while_the_gpu_rests(tmp_path: Path) -> None:
-    all_is_right(list(checks.cupti(Settings(ncu_dir=tmp_path))))
+    all_is_right(list(doctor.cupti(Settings(ncu_dir=tmp_path))))
 
 
 def card() -> Roofs:
@@ -57,5 +57,5 @@ def test_measured_ceilings_lie_below_the_data_sheet_and_not_far() -> None:
 def test_a_message_to_another_gpu_is_counted_by_nvml(tmp_path: Path) -> None:
     if len(visible_gpus()) < 2:
         pytest.skip("this process sees one GPU")
-    [finding] = checks.links(Settings(ncu_dir=tmp_path))
+    [finding] = doctor.links(Settings(ncu_dir=tmp_path))
     assert finding.status == OK or "not counted: NVML says" in finding.detail, finding

@@ -16,7 +16,6 @@ from torch import Tensor, distributed
 from dpbench import TRAINERS, Case, CaseReport
 from dpbench.child.build import build, pick_device
 from dpbench.child.messages import Steps
-from dpbench.child.rank_messages import all_gather
 from dpbench.core.errors import CaseTimedOut, ConfigurationError, InstrumentError
 from dpbench.core.gpu import number_of_gpus, visible_gpus, visible_to_case
 from dpbench.core.registry import resolve
@@ -26,7 +25,7 @@ from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.timing import Timing
 from dpbench.launch.ranks import on_all_ranks
 from dpbench.training.base import TrainerBase
-from dpbench.training.parallel import gathered, rank_and_ranks
+from dpbench.training.parallel import all_gather, gathered, rank_and_ranks
 
 pytestmark = [
     pytest.mark.gpu,

@@ -20,6 +20,7 @@ from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.logical.recorder import NothingCounted
 from dpbench.instruments.nsys.nsys import Nsys
 from dpbench.instruments.observe import FunctionInstrument
+from dpbench.results.run import Run
 from dpbench.runner import measure
 
 
@@ -170,3 +171,5 @@ def test_a_function_that_is_measured_has_lines_of_memory() -> None:
     peaks = [row.value for row in outcome.rows if row.metric == "peak_memory_bytes"]
     assert sum(line.held_bytes for line in outcome.memory_lines) == max(peaks)
     assert any("test_observe.py" in line.line for line in outcome.memory_lines)
+    saved = Run.of("run", [outcome]).document["memory_lines"]
+    assert [line["line"] for line in saved] == [line.line for line in outcome.memory_lines]

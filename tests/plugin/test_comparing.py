@@ -59,8 +59,8 @@ def test_marker_replaces_the_thresholds_of_the_command_line(
             "dpbench: compared with 0001_good",
             "PASSED*test_may_do_anything*",
             "PASSED*test_may_do_a_little*",
-            "FAILED*test_has_a_wrong_marker*",
             "FAILED*test_needs_a_baseline_that_no_test_asks_for*",
+            "FAILED*test_has_a_wrong_marker*",
             "FAILED*test_in_a_fixture*",
         ]
     )
@@ -222,12 +222,15 @@ def test_a_test_that_got_worse_has_failed_in_every_report(
     assert failed == {f"{test}[dpsgd-bs4-seq64-tiny-fp32]" for test in of_dpsgd}
 
 
-def test_a_session_that_stops_at_a_failure_has_not_stopped_when_its_limits_are_judged(
+def test_a_limit_that_is_exceeded_is_a_failure_at_which_a_session_stops(
     project: RunSuite, pytester: pytest.Pytester
 ) -> None:
     save(pytester.path, "good", recorded_document(less))
     limit = "--dpbench-compare-fail=global_load_bytes:5%"
     result = project("-n0", "-x", limit, "--dpbench-save=worse")
-    result.assert_outcomes(passed=2, failed=2)
-    result.stdout.no_fnmatch_line("*stopping after*")
-    assert saved(pytester.path, 2).verdict == "regressed"
+    result.assert_outcomes(passed=2, failed=1)
+    result.stdout.fnmatch_lines(
+        ["*dpbench comparison*", "ERROR: dpbench: the session ended early*", "*stopping after*"]
+    )
+    run = saved(pytester.path, 2)
+    assert (run.regressed, run.verdict) == (True, "interrupted")

@@ -52,5 +52,5 @@ def test_a_limit_enters_at_most_twelve_files_from_its_option_to_the_failure(
     without = entered(project)
     limited = entered(project, "--dpbench-compare-fail=logical_bytes:1%")
     files = {name for name, _ in limited - without}
-    assert {"session.py", "results/gate.py", "plugin/whole_session.py"} < files
+    assert {"session.py", "results/gate.py", "plugin/each_test.py"} < files
     assert len(files) <= 12, sorted(files)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from xml.etree import ElementTree
 
 import pytest
 
@@ -77,7 +76,7 @@ def test_limit_that_judges_nothing_fails_whoever_gave_it(
     result.stdout.fnmatch_lines(
         [
             "dpbench: dram_ratio:1% was not checked: 0002_first has no dram_ratio of the*",
-            "dpbench: logical_bytes:1% was not checked for dpsgd-bs4-*: 0002_first has no number*",
+            f"dpbench: logical_bytes:1% was not checked for dpsgd-bs4-*: the storage has*{first})",
             "dpbench: logical_bytes:1% was not checked: 0002_first has no logical_bytes of the*",
             "dpbench: logical_bytes@noise:1% was not checked: 0002_first has no *phase noise for*",
             "dpbench: compared with 0002_first",
@@ -154,9 +153,9 @@ def test_what_a_test_measures_is_judged_wherever_it_does(
         row["value"] /= 2
     path.write_text(json.dumps(good))
     for test, outcome in {
-        "test_in_a_fixture_that_skips": {"errors": 1},
-        "test_marked_in_a_fixture_that_skips": {"errors": 1},
-        "test_in_a_fixture_after_the_test": {"failed": 1},
+        "test_in_a_fixture_that_skips": {"skipped": 1},
+        "test_marked_in_a_fixture_that_skips": {"skipped": 1},
+        "test_in_a_fixture_after_the_test": {"passed": 1},
         "not TestMarked and test_by_name": {"failed": 1},
         "TestMarked": {"failed": 2},
     }.items():
@@ -164,6 +163,7 @@ def test_what_a_test_measures_is_judged_wherever_it_does(
         result.assert_outcomes(**outcome, deselected=None)
         result.stdout.no_fnmatch_line("What changed most:")  # the operators are the same
         assert result.ret == pytest.ExitCode.TESTS_FAILED
+        result.stdout.fnmatch_lines(["ERROR: dpbench: logical_bytes@step of dpsgd-bs2-*, limit 1%"])
         path = next((pytester.path / ".dpbench").rglob("*_worse.json"))
         document = json.loads(path.read_text())
         assert document["session"]["regressed"]
@@ -224,19 +224,13 @@ def test_nobody_forgives_what_a_limit_did_not_judge(
     pytester.makeconftest(FORGIVES)
     pytester.makepyfile(test_suite=SUITE + FORGIVEN)
     project("-n0", "-k", "test_general", "--dpbench-save=good", replayed=False)
-    result = project("-n0", "--junitxml=report.xml", "--dpbench-save=worse", replayed=False)
-    result.assert_outcomes(passed=2, failed=3, skipped=1)
+    result = project("-n0", "--dpbench-save=worse", replayed=False)
+    result.assert_outcomes(passed=3, xfailed=2, skipped=1)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     told = "dpbench: {} was not checked: 0001_good has no*"
     metrics = ["dram_bytes:1%", "global_load_bytes:1%", "global_store_bytes:1%"]
     result.stdout.fnmatch_lines_random([f"ERROR: {told.format(metric)}" for metric in metrics])
-    result.stdout.fnmatch_lines_random([told.format(metric) for metric in metrics])
-    result.stdout.fnmatch_lines(["FAILED*test_fails_as_expected - dpbench: global_load*"])
     assert len(saved(pytester.path, 2).session["unjudged"]) == 3
-    [suite] = ElementTree.parse(pytester.path / "report.xml").iter("testsuite")
-    assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("6", "3", "1")
-    names = [case.get("name") for case in suite.iter("testcase")]
-    assert len({*names}) == len(names) == 6
 
 
 def test_a_case_that_only_an_older_run_has_is_judged_by_it(

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
-from dpbench.results.compare import pairs
-from dpbench.results.gate import Gate
+from dpbench.results.gate import Gate, pairs
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.run import Run
 from dpbench.results.storage import check_comparable
@@ -45,7 +44,7 @@ def run(frame: pd.DataFrame) -> Run:
 
 
 def compare(before: pd.DataFrame, after: pd.DataFrame, across: bool = False) -> pd.DataFrame:
-    return Gate(run(before), run(after), across=across).check_limits().changes
+    return Gate(run(before), run(after), across=across).compare().changes
 
 
 def changes(before: pd.DataFrame, after: pd.DataFrame) -> dict[tuple[str, str, str], float]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dpbench.core.case import PHASES
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.metrics import derived_name
-from dpbench.results.compare import METRICS, Interval, Limit, mean_interval
+from dpbench.results.gate import METRICS, Interval, Limit, mean_interval
 from dpbench.results.rows import STEP
 
 

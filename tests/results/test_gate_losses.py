@@ -16,8 +16,7 @@ import pytest
 from dpbench.core.case import Case
 from dpbench.core.metrics import unit
 from dpbench.core.subject import Script
-from dpbench.results.compare import Limit, Verdict
-from dpbench.results.gate import Gate
+from dpbench.results.gate import Comparison, Gate, Limit
 from dpbench.results.outcome import Outcome, document
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement, checked
 from dpbench.results.run import Run
@@ -80,8 +79,8 @@ def of_rows(name: str, document: dict[str, Any], change: Callable[[Rows], Rows])
     return Run(Path(name), {**document, "rows": change([dict(row) for row in document["rows"]])})
 
 
-def verdict(before: Run, after: Run, limit: str, **how: Any) -> Verdict:
-    return Gate(before, after, **how).check_limits([Limit.parse(limit)])
+def verdict(before: Run, after: Run, limit: str, **how: Any) -> Comparison:
+    return Gate(before, after, **how).compare([Limit.parse(limit)])
 
 
 def is_of_case(row: dict[str, Any]) -> bool:

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from dpbench.core.case import PHASES, Case
 from dpbench.core.metrics import unit
-from dpbench.results.compare import Limit
-from dpbench.results.gate import Gate
+from dpbench.results.gate import Gate, Limit
 from dpbench.results.kernels import KernelCount, OperatorCount
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
@@ -77,14 +76,14 @@ def test_poisson_batches_are_judged_against_as_many_of_them_alone(steps: int, ju
         return Run.of(name, [Outcome(case, tuple(rows), instruments=("logical",))])
 
     limit = Limit.parse("logical_read_bytes:5%")
-    found = Gate(of("a", 4), of("b", steps)).check_limits([limit])
+    found = Gate(of("a", 4), of("b", steps)).compare([limit])
     why = (
         []
         if judged
         else [f"Poisson batches need equally many steps: a has 4 steps, but b has {steps}"]
     )
     assert [each.why for each in found.unjudged] == why
-    more = Gate(of("a", 4, "fixed"), of("b", 5, "fixed")).check_limits([limit])
+    more = Gate(of("a", 4, "fixed"), of("b", 5, "fixed")).compare([limit])
     assert not failures(more)
 
 

@@ -12,8 +12,7 @@ from dpbench.core.case import AXES
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.metrics import METRICS, Counters, Metric
 from dpbench.core.subject import Script
-from dpbench.results.compare import Limit
-from dpbench.results.gate import Gate
+from dpbench.results.gate import Gate, Limit
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import IDENTITY, NUMBER, STEP, Measurement, checked
 from dpbench.results.run import Run
@@ -34,13 +33,12 @@ sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
 exec(compile(changed, spec.origin, "exec"), vars(module))
 
 from dpbench.core.case import Case
-from dpbench.results.gate import Gate
-from dpbench.results.compare import Limit
+from dpbench.results.gate import Gate, Limit
 from dpbench.results.outcome import Outcome
 from dpbench.results.schema import check_rows
 from dpbench.results.run import Run
 from dpbench.results.rows import Measurement
-from dpbench.results.times import time_breakdown, additional
+from dpbench.results.roofline import time_breakdown, additional
 from dpbench.results.roofline import find_ceilings
 from dpbench.show.tables import tables
 
@@ -65,7 +63,7 @@ assert sorted(zip(values.trainer, values.host, values.value)) == [
     ("dpsgd", "a", 6e10), ("dpsgd", "b", 12e10), ("standard", "a", 3e10), ("standard", "b", 6e10)
 ], values
 assert {*before.summary.value[before.summary.metric == "dram_ratio"]} == {1.0, 2.0}
-verdict = Gate(before, after).check_limits([Limit.parse("dram_bytes:5%")])
+verdict = Gate(before, after).compare([Limit.parse("dram_bytes:5%")])
 assert [(row["trainer"], row["host"]) for row in verdict.regressions] == [("dpsgd", "b")]
 table = tables(before.summary)[0]
 assert [line[0] for line in table.cells] == [
@@ -172,9 +170,9 @@ def test_a_script_in_another_number_of_ranks_is_not_judged() -> None:
         for values in ((6.0,), (2.0, 2.0), (1.0, 1.0, 1.0))
     )
     limits = [Limit.parse("dram_read_bytes:1%")]
-    assert not failures(Gate(two, two).check_limits(limits))
+    assert not failures(Gate(two, two).compare(limits))
     for before, after in ((one, two), (two, three), (three, one)):
-        (unjudged,) = Gate(before, after).check_limits(limits).unjudged
+        (unjudged,) = Gate(before, after).compare(limits).unjudged
         assert unjudged.why.startswith(f"{before.name} has {before.name[-1]} ranks, but ")
 
 
@@ -226,7 +224,7 @@ def test_metric_whose_name_ends_like_a_ratio_is_judged_as_what_it_is() -> None:
         return Run.of(name, [Outcome(case, (row,), instruments=("zip",))])
 
     with METRICS.including([own]):
-        verdict = Gate(run("before", 2.0), run("after", 3.0)).check_limits(
+        verdict = Gate(run("before", 2.0), run("after", 3.0)).compare(
             [Limit.parse("compression_ratio:5%")]
         )
     assert [row["metric"] for row in verdict.regressions] == ["compression_ratio"]

@@ -25,8 +25,7 @@ from dpbench.results.outcome import (
 )
 from dpbench.results.rows import NO_HARDWARE, SCHEMA, STEP, Measurement
 from dpbench.results.run import Run
-from dpbench.show.export import summary_tables, trainer_table
-from dpbench.show.outputs import markdown_tables
+from dpbench.show.outputs import markdown_tables, summary_tables, trainer_table
 from dpbench.show.view import TableOptions
 from tests.results.figures import any_text
 

@@ -21,7 +21,7 @@ from dpbench.results.roofline import (
 )
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.summary import summary, to_frame
-from dpbench.show.kernels import roofline_tables
+from dpbench.show.roofline import roofline_tables
 
 HERE = "Card"
 ROOFS = Roofs(HERE, (HERE,), 1e12, {"fp32": 1e13, "tf32": 1e14, "bf16": 2e14}, "a test")
@@ -212,9 +212,3 @@ def test_the_table_says_what_it_rests_on_and_fits_a_terminal() -> None:
     assert "data sheet" in text
     first = text.splitlines()[5].split()
     assert first == ["standard", "85.2", "1327.2", "64.2", "arithmetic", "1275.0", "2805.9", "45%"]
-
-
-def test_phases_that_do_nothing_are_not_shown() -> None:
-    [text] = printed(logical(forward=(1e12, 1e12), outside=(0.0, 4.0)))
-    assert "forward" in text
-    assert "outside" not in text

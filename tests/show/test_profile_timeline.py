@@ -14,9 +14,9 @@ from dpbench.instruments.nsys.timeline import Timeline, read_timeline
 from dpbench.results.outcome import Outcome
 from dpbench.results.run import Run
 from dpbench.results.summary import summary, to_frame
-from dpbench.show.export import summary_tables
+from dpbench.show.outputs import summary_tables
 from dpbench.show.profile import NO_STATISTICS, recorded_tables, timeline_tables
-from tests.instruments.nsys.recording import FILL, Recording, case_recording
+from tests.instruments.nsys.recording import FILL, case_recording
 
 CASE = Case("dpsgd", 2, 16, "tiny")
 STATISTICS = {
@@ -82,22 +82,3 @@ def test_show_reads_an_exported_file(tmp_path: Path, capsys: pytest.CaptureFixtu
     shown = capsys.readouterr().out
     assert "report, NVIDIA H200, nsys 2022.4.2.1: per step" in shown
     assert re.search(r"^step +0\.31 +0\.16 +52% +2$", shown, re.MULTILINE)
-
-
-def test_a_program_of_others_is_one_step(tmp_path: Path) -> None:
-    made = Recording()
-    made.kernel(0, 10)
-    made.kernel(30, 40)
-    timeline = read_timeline(made.write(tmp_path / "a.sqlite"))
-    [table] = timeline_tables(timeline.usages(), {}, "other")
-    assert table.cells == [["step", "0.04", "0.02", "50%", "2"]]
-
-
-def test_timelines_are_shown_one_below_the_other(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    paths = [case_recording().write(tmp_path / name) for name in ("a.sqlite", "b.sqlite")]
-    assert main(["show", *map(str, paths)]) == 0
-    shown = capsys.readouterr().out
-    assert shown.count(": per step") == 2
-    assert re.search("^a, .*^b, ", shown, re.MULTILINE | re.DOTALL)

@@ -7,7 +7,7 @@ from typing import Any
 from dpbench.core.case import Case
 from dpbench.results.outcome import Outcome, trainer_summary
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
-from dpbench.show.export import trainer_table
+from dpbench.show.outputs import trainer_table
 
 
 def outcome(
@@ -63,16 +63,6 @@ def test_summary_names_each_failure_of_a_trainer_with_its_reason() -> None:
     ]
 
 
-def test_trainers_come_in_their_own_order_and_unknown_ones_last() -> None:
-    done = [outcome("mine"), outcome("dpsgd"), outcome("standard")]
-    assert [line["trainer"] for line in trainer_summary(done)] == ["standard", "dpsgd", "mine"]
-
-
-def test_peak_of_a_case_that_failed_later_counts() -> None:
-    [line] = trainer_summary([failed("dpsgd", 8e9)])
-    assert (line["failed"], line["peak_memory_bytes"]) == (1, 8e9)
-
-
 def test_predicted_peak_never_passes_for_a_measured_one() -> None:
     [line] = trainer_summary([outcome("dpsgd", 8e9, instrument="logical")])
     assert (line["peak_memory_bytes"], line["logical_peak_memory_bytes"]) == (None, 8e9)
@@ -88,10 +78,6 @@ def test_cases_that_were_measured_and_counted_have_a_line_each() -> None:
         ("dpsgd", ["timing", "ncu"], 1, 8e9, None),
         ("dpsgd", ["logical"], 1, None, 7e9),
     ]
-
-
-def test_nothing_run_has_no_summary() -> None:
-    assert trainer_summary([]) == []
 
 
 def test_table_says_how_many_cases_of_each_trainer_succeeded_and_why_not() -> None:

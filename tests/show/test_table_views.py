@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from dpbench.core.settings import Settings
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.summary import summary, to_frame
@@ -39,21 +37,10 @@ def test_chosen_columns_are_the_only_table_of_a_cell() -> None:
     assert table.cells == [["standard", "1.00", "100.0", "-"], ["dpsgd", "1.50", "150.0", "-"]]
 
 
-def test_title_speaks_of_gigabytes_only_where_there_are_some() -> None:
-    [table] = viewed(every_figure(), columns="dram_ratio,step_time_seconds")
-    assert table.title.endswith("H200: per step")
-    assert table.cells[0] == ["standard", "1.00", "2801.7"]
-
-
 def test_group_without_any_chosen_column_has_no_table() -> None:
     logical = rows("standard", {"peak_memory_bytes": GB}, device="logical (no hardware)")
     [table] = viewed([*every_figure(), *logical], columns="dram_bytes")
     assert "H200" in table.title
-
-
-def test_counter_can_be_a_column() -> None:
-    [table] = viewed(rows("dpsgd", {"lts__t_sectors.sum": 5.0}), columns="lts__t_sectors.sum")
-    assert table.cells == [["dpsgd", "5 sector"]]
 
 
 def test_throughputs_and_rates_can_be_columns() -> None:
@@ -63,9 +50,8 @@ def test_throughputs_and_rates_can_be_columns() -> None:
     assert table.cells == [["dpsgd", "800.0", "32.0"]]
 
 
-@pytest.mark.parametrize("group_by", ["cell", "device", "trainer", "seq_len,trainer"])
-def test_tables_of_every_grouping_fit_a_terminal(group_by: str) -> None:
-    found = viewed([*every_figure(), *every_figure(precision="bf16")], group_by=group_by)
+def test_tables_fit_a_terminal() -> None:
+    found = viewed([*every_figure(), *every_figure(precision="bf16")], group_by="device")
     assert max(map(len, as_text(found).splitlines())) <= 80
     assert "138.2" in as_text(found)  # nothing was lost
 

@@ -9,7 +9,7 @@ import pytest
 from dpbench.core.case import AXES
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.settings import Settings
-from dpbench.show.view import TableOptions, column, columns, shown_by_default
+from dpbench.show.view import TableOptions, column, shown_by_default
 
 
 def test_nothing_said_is_the_default() -> None:
@@ -31,31 +31,19 @@ def test_names_are_separated_by_commas_and_each_counts_once() -> None:
 @pytest.mark.parametrize(
     ("name", "shown", "of", "kind"),
     [
-        ("dram_read_bytes", "dram_read_bytes", "", "value"),
         ("dram_ratio", "dram_ratio", "dram_bytes", "ratio"),
-        ("dram_read_ratio", "dram_read_ratio", "dram_read_bytes", "ratio"),
         ("l2_bytes", "l2_served_bytes", "", "value"),
-        ("l2_served_ratio", "l2_served_ratio", "l2_served_bytes", "ratio"),
-        ("peak_memory_bytes", "peak_memory_bytes", "", "value"),
-        ("step_time_ratio", "step_time_ratio", "step_time_seconds", "ratio"),
         ("dram_spread", "dram_spread", "dram_bytes", "spread"),
         ("dram_over_logical", "dram_over_logical", "dram_bytes", "over_logical"),
-        ("logical_ratio", "logical_ratio", "logical_bytes", "ratio"),
         ("dram_throughput", "dram_throughput", "dram_bytes", "throughput"),
-        ("gld_throughput", "global_load_throughput", "global_load_bytes", "throughput"),
         ("l2_read_throughput", "l2_sm_read_throughput", "l2_sm_read_bytes", "throughput"),
         ("spread", "spread", "", "spread"),
-        ("lts__t_sectors.sum", "lts__t_sectors.sum", "", "value"),
         ("lts__t_sectors.sum_ratio", "lts__t_sectors.sum_ratio", "lts__t_sectors.sum", "ratio"),
     ],
 )
 def test_column_says_which_number_it_shows(name: str, shown: str, of: str, kind: str) -> None:
     found = column(name)
     assert (found.name, found.of, found.kind) == (shown, of, kind)
-
-
-def test_headers_of_different_columns_differ() -> None:
-    assert len({shown.heading for shown in columns().values()}) == len(columns())
 
 
 def test_what_is_shown_by_default() -> None:
@@ -70,9 +58,10 @@ def test_what_is_shown_by_default() -> None:
     ]
 
 
-@pytest.mark.parametrize("axis", AXES)
-def test_axes_sort_and_group(axis: str) -> None:
-    assert TableOptions.of(Settings(sort=axis, group_by=axis)) == TableOptions((), axis, (axis,))
+def test_axes_sort_and_group() -> None:
+    for axis in AXES:
+        made = TableOptions.of(Settings(sort=axis, group_by=axis))
+        assert made == TableOptions((), axis, (axis,))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from dpbench.child.messages import reported
 from dpbench.child.script import run
 from dpbench.child.task import Task
 from dpbench.commands.cli import main
-from dpbench.commands.script_checks import ScriptChecks
+from dpbench.commands.verify import ScriptChecks
 from dpbench.core.subject import Script
 from dpbench.instruments.script import ScriptRun
 from dpbench.verify.check_result import FAILED, NOT_JUDGED, NOTE, OK, Check

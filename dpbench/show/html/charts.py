@@ -1,22 +1,56 @@
-"""The charts of ratios, times, bytes, memory and busy time."""
+"""The charts of the page: ratios, times, bytes, memory, roofline, flame graph and ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pandas as pd
 
-from dpbench.core.case import ALL_PHASES
-from dpbench.results.roofline import BUSY, LAUNCH_BOUND
-from dpbench.results.rows import STEP
+from dpbench.core.case import ALL_PHASES, AXES
+from dpbench.core.errors import ConfigurationError
+from dpbench.results.kernels import OperatorCount
+from dpbench.results.roofline import (
+    BUSY,
+    LAUNCH_BOUND,
+    MEASURED_BYTES,
+    Roofs,
+    additional,
+    apply_roofs,
+    find_card,
+    find_ceilings,
+    phases,
+    time_breakdown,
+)
+from dpbench.results.rows import NO_HARDWARE, NUMBER, OF_CASE, PLACE, STEP
+from dpbench.results.run import Run
 from dpbench.results.summary import IN_CACHE_BYTES
-from dpbench.show.groups import ordered
-from dpbench.show.html import figures
-from dpbench.show.html.data import BYTES, CASE, COUNTED, KEYS, MEASURED, PageData, pivot
-from dpbench.show.html.figures import NEUTRAL, PHASE_COLOURS, Chart, times
-from dpbench.show.layout import Shown, gigabytes, step_milliseconds
-from dpbench.show.tables import BUSY_OF, SHOWN_SHARE
+from dpbench.show.html.data import BYTES, CASE, COUNTED, KEYS, MEASURED, PageData, pivot, titles
+from dpbench.show.html.figures import (
+    NAMES,
+    NEUTRAL,
+    PHASE_COLOURS,
+    Chart,
+    Json,
+    bar_chart,
+    plain,
+    times,
+)
+from dpbench.show.layout import Shown, Table, gigabytes, step_milliseconds
+from dpbench.show.roofline import (
+    ABOUT_SHARES,
+    ADDED_COLUMNS,
+    HOW_TO_READ,
+    ROOFLINE_COLUMNS,
+    TIME_COLUMNS,
+    lacking,
+    launch_bound_notes,
+    roofs_in_words,
+)
+from dpbench.show.tables import BUSY_OF, CONFIGURATION, SHOWN_SHARE, ordered
 
 COLOUR = PHASE_COLOURS["backward"]
 """The colour of bars that do not represent a phase."""
@@ -51,7 +85,7 @@ def ratios(data: PageData) -> Chart | None:
     }
     if not colours:
         return None
-    return figures.bar_chart(
+    return bar_chart(
         "ratios",
         f"A step's bytes, time and memory ÷ {baseline}'s",
         BY_OPERATOR if basis == COUNTED else "measured",
@@ -74,7 +108,7 @@ def step_times(data: PageData) -> Chart | None:
     ratio_text = ["" if pd.isna(ratio) else f" ({times(ratio)})" for ratio in steps.ratio]
     shown = [name for name in ALL_PHASES if name in wide]
     over_baseline: dict[str, Shown] = {f"÷ {data.baseline}": ("ratio", times)}
-    return figures.bar_chart(
+    return bar_chart(
         "times",
         "Time of a step by trainer and phase",
         "times of unprofiled steps; medians over the steps",
@@ -87,7 +121,7 @@ def step_times(data: PageData) -> Chart | None:
     )
 
 
-def phases(data: PageData) -> Chart | None:
+def bytes_by_phase(data: PageData) -> Chart | None:
     """Draw bytes by trainer, stacked by phase, with a panel for each cell of the grid.
 
     A phase is left out if it has at most `SHOWN_SHARE` of the step's bytes in all cases. A failed
@@ -103,7 +137,7 @@ def phases(data: PageData) -> Chart | None:
         failed = data.failed[[*CASE, "error"]]
         wide = ordered(pd.concat([wide, failed]).drop_duplicates(CASE), CASE)
     name = f"{data.bytes_name} bytes"
-    return figures.bar_chart(
+    return bar_chart(
         "phases",
         f"{name[0].upper()}{name[1:]} by trainer and phase",
         BY_OPERATOR if data.basis == COUNTED else "measured by hardware counters",
@@ -122,7 +156,7 @@ def phases(data: PageData) -> Chart | None:
 def _end_of_bar(row: Mapping[Any, Any]) -> str:
     """Return the text at the end of a bar. For a failed case, the text is the name of the error."""
     if isinstance(row.get("error"), str):
-        return f" failed: {figures.plain(row['error'])}"
+        return f" failed: {plain(row['error'])}"
     ratio = "" if pd.isna(row["ratio"]) else f" ({times(row['ratio'])})"
     return f" {gigabytes(row[STEP])}{ratio}"
 
@@ -144,7 +178,7 @@ def memory(data: PageData) -> Chart | None:
     peaks = data.peaks
     if peaks.empty:
         return None
-    return figures.bar_chart(
+    return bar_chart(
         "memory",
         "Peak memory by trainer",
         BY_OPERATOR if data.basis == COUNTED else "measured by PyTorch's allocator",
@@ -170,7 +204,7 @@ def busy(data: PageData) -> Chart | None:
         f"Left of the line, at {LAUNCH_BOUND:.0%}, a phase is launch-bound: the GPU waits for the "
         f"CPU to launch kernels, and neither bytes nor arithmetic explain the time. {BUSY_OF}"
     )
-    return figures.bar_chart(
+    return bar_chart(
         "busy",
         "How busy the GPU was, by phase",
         "measured by hardware counters: the share of the time in which the GPU did anything",
@@ -192,7 +226,7 @@ def against_logical(data: PageData) -> Chart | None:
         "At the right: measured ÷ logical. Logical bytes are the bytes that operators must move if "
         "no data stays in a cache from one operator to the next."
     )
-    return figures.bar_chart(
+    return bar_chart(
         "logical",
         "Measured bytes and logical bytes",
         "DRAM bytes by hardware counters, and logical bytes counted without hardware",
@@ -204,4 +238,249 @@ def against_logical(data: PageData) -> Chart | None:
         "GB per step",
         columns={"measured ÷ logical": ("over_logical", "{:.3f}".format)},
         notes=[how_to_read],
+    )
+
+
+# --- roofline and time breakdown -------------------------------------------------------------
+
+
+def roofline(data: PageData) -> Chart | None:
+    """Draw, for each phase, the least time that the card allows divided by the measured time."""
+    table, notes = _combine_runs(data, _roofline_of)
+    basis = (
+        "DRAM bytes by hardware counters, times of unprofiled steps, floating-point operations "
+        "counted without hardware"
+    )
+    if table.empty:
+        nothing = Table("Roofline by phase", [], [], tuple(notes))
+        return Chart("roofline", basis, nothing) if notes else None
+    table = table[table.phase != STEP]
+    placed = table[table.flops > 0].assign(basis=MEASURED)
+    present = set(placed.phase)
+    chart = bar_chart(
+        "roofline",
+        "Roofline: how much of its roof each phase reaches",
+        basis,
+        pivot(placed.assign(value=placed.share), "phase").assign(end=1.0, label=""),
+        {name: colour for name, colour in PHASE_COLOURS.items() if name in present},
+        "% of the roof: of arithmetic, or of bytes",
+        unit="%",
+    )
+    how_to_read = (
+        "Elementwise operations are not counted. A phase without counted operations has no bar. "
+        "The table also has these phases, each with its roof and its share."
+    )
+    notes += [how_to_read, *launch_bound_notes(table)]
+    columns = _in_one_line({"phase": ("phase", str), **ROOFLINE_COLUMNS})
+    return replace(chart, table=Table.of(chart.table.title, table, {**NAMES, **columns}, notes))
+
+
+PhasesAndRoofs = tuple[pd.DataFrame, Roofs]
+"""The phases of a run on one device with their least times, and the roofs of the device."""
+
+
+def _roofline_of(summary: pd.DataFrame, device: str, run: Run) -> PhasesAndRoofs | None:
+    """Compare phases with the roofs of their card, if operations and DRAM bytes are known."""
+    rows = phases(summary[summary.precision != ""]).dropna(subset="flops")
+    rows = rows[rows.bytes_are == MEASURED_BYTES]
+    if rows.empty:
+        return None
+    card = find_card(device)
+    return apply_roofs(rows, card), card
+
+
+def _combine_runs(
+    data: PageData, analyse: Callable[[pd.DataFrame, str, Run], PhasesAndRoofs | None]
+) -> tuple[pd.DataFrame, list[str]]:
+    """Analyse each device of each run, and combine the results.
+
+    ``analyse`` gets the numbers that the device measured in the run, and the numbers that all runs
+    counted without hardware.
+
+    Returns:
+        A table and notes. The table has the steps, and the phases that take more than `SHOWN_SHARE`
+        of the time of their step, with the title of each configuration. The notes have the roofs of
+        devices, and name devices without known roofs.
+    """
+    tables, errors, roof_notes = [], [], []
+    all_rows = pd.concat([run.summary for run in data.runs], ignore_index=True)
+    counted = all_rows[all_rows.device == NO_HARDWARE].drop_duplicates(NUMBER)
+    for run in data.runs:
+        measured = run.summary[run.summary.device != NO_HARDWARE]
+        for device, rows in measured.groupby("device", sort=False):
+            try:
+                found = analyse(pd.concat([rows, counted], ignore_index=True), str(device), run)
+            except ConfigurationError as error:
+                errors.append(f"{device}: {error}.")
+                continue
+            if found:
+                table, roofs = found
+                tables.append(table.assign(run=run.name))
+                roof_notes.append(roofs_in_words(roofs, sorted(set(table.precision))))
+    if not tables:
+        return pd.DataFrame(), errors
+    table = pd.concat(tables, ignore_index=True)
+    longest = table.groupby(["run", *OF_CASE], sort=False).seconds.transform("max")
+    table = table[table.seconds > SHOWN_SHARE * longest]
+    table = table.assign(title=titles(table, data.summary))
+    table = ordered(table, [*CONFIGURATION, "device", "trainer", "phase"])
+    return table, [*errors, *dict.fromkeys(roof_notes if len(table) else ())]
+
+
+def _in_one_line(columns: Mapping[str, Shown]) -> dict[str, Shown]:
+    return {header.replace("\n", " "): shown for header, shown in columns.items()}
+
+
+TIME_COLOURS = {
+    "step": "#7F8790",
+    "arithmetic": "#0072B2",
+    "bytes": "#E69F00",
+    "idle": "#CC79A7",
+}
+
+
+def time(data: PageData) -> Chart | None:
+    """Draw the time of each step, the least times for operations and bytes, and the idle time."""
+    table, notes = _combine_runs(data, partial(_time_of, ceilings=data.ceilings))
+    basis = (
+        "times of unprofiled steps; least times for counted operations and for measured DRAM bytes "
+        "at measured ceilings, two bounds that overlap; idle time by hardware counters"
+    )
+    if table.empty:
+        nothing = Table("Time breakdown", [], [], tuple(notes))
+        return Chart("time", basis, nothing) if notes else None
+    steps = table[table.phase == STEP]
+    bars = {part: steps[f"{part}_seconds"] for part in TIME_COLOURS if part != STEP}
+    bars[STEP] = steps.seconds
+    chart = bar_chart(
+        "time",
+        "Time breakdown",
+        basis,
+        steps.assign(**bars, end=pd.DataFrame(bars).max(axis="columns"), label=""),
+        TIME_COLOURS,
+        "ms",
+        unit="ms",
+    )
+    notes += [HOW_TO_READ, ABOUT_SHARES.format(data.baseline)]
+    notes += [*launch_bound_notes(table), *lacking(table)]
+    columns = _in_one_line({"phase": ("phase", str), **TIME_COLUMNS, **ADDED_COLUMNS})
+    return replace(chart, table=Table.of(chart.table.title, table, {**NAMES, **columns}, notes))
+
+
+def _time_of(
+    summary: pd.DataFrame, device: str, run: Run, ceilings: Roofs | None
+) -> PhasesAndRoofs | None:
+    """Return the time breakdown, or None if the device has no step times or no DRAM bytes."""
+    measured = {*summary[summary.device == device].metric}
+    if not {"step_time_seconds", "dram_read_bytes"} <= measured:
+        return None
+    roofs = ceilings or find_ceilings(device)
+    table = time_breakdown(summary, roofs)
+    added = additional(table, run.baseline).assign(phase=STEP).drop(columns=[*AXES])
+    return table.merge(added, "left", PLACE), roofs
+
+
+# --- flame graph -----------------------------------------------------------------------------
+
+SMALLEST_BOX = 0.002
+"""A box is drawn if its share of the bytes of the step is larger than this."""
+
+OUTSIDE_MODULES = "outside of modules"
+
+FLAME_HEIGHT = 420
+
+FLAME_COLUMNS: dict[str, Shown] = {
+    "case": ("case", str),
+    "phase": ("phase", str),
+    "module": ("module", str),
+    "operator": ("operator", str),
+    "line": ("line", str),
+    "GB": ("bytes", gigabytes),
+}
+
+FLAME_NOTE = (
+    "The width of a box shows its bytes. Below a phase are its modules, below a module its "
+    "operators, and below an operator the source lines that ran it. Click a box to show it alone, "
+    "and click the top box to go up one level. Operators of backward have the modules and lines of "
+    "forward. Boxes that are too small to draw leave an empty space."
+)
+
+
+def flames(data: PageData) -> Chart | None:
+    """Draw a flame graph for each case whose operators have modules or source lines."""
+    panels, lines = {}, []
+    for run in data.runs:
+        for outcome in run.outcomes:
+            if any(each.module or each.line for each in outcome.operators):
+                of_run = f", {run.name}" if len(data.runs) > 1 else ""
+                name = f"{outcome.case.id}{of_run}"
+                boxes = _boxes(outcome.operators)
+                panels[name] = _icicle(boxes)
+                lines += [(name, *place, size) for place, size in boxes.items() if len(place) == 4]
+    if not panels:
+        return None
+    names = [name for name, _ in FLAME_COLUMNS.values()]
+    rows = pd.DataFrame(lines, columns=names).sort_values("bytes", ascending=False, kind="stable")
+    table = Table.of("Bytes by module, operator and source line", rows, FLAME_COLUMNS, [FLAME_NOTE])
+    return Chart("flames", BY_OPERATOR, table, panels)
+
+
+def _boxes(operators: Iterable[OperatorCount]) -> dict[tuple[str, ...], float]:
+    """Return a dictionary from the path of each box to the bytes of the box.
+
+    The path of the step is ``()``. Paths below the step are ``(phase,)``, ``(phase, module)`` and
+    so on, down to the source line. Boxes that are too small to draw are left out.
+    """
+    boxes: dict[tuple[str, ...], float] = defaultdict(int)
+    for each in operators:
+        place = each.phase, each.module or OUTSIDE_MODULES, each.operator, each.line
+        for depth in range(5):
+            boxes[place[:depth]] += each.total_bytes
+    least = SMALLEST_BOX * boxes[()]
+    return {place: size for place, size in boxes.items() if size > least or not place}
+
+
+def _icicle(boxes: dict[tuple[str, ...], float]) -> Json:
+    number = {place: str(at) for at, place in enumerate(boxes)}
+    trace = {
+        "type": "icicle",
+        "ids": [*number.values()],
+        "labels": [plain(place[-1], longest=60) if place else "step" for place in boxes],
+        "parents": [number[place[:-1]] if place else "" for place in boxes],
+        "values": [*boxes.values()],
+        "branchvalues": "total",
+        "sort": True,
+        "tiling": {"orientation": "v"},
+        "marker": {"colors": [PHASE_COLOURS.get(p[0], NEUTRAL) if p else NEUTRAL for p in boxes]},
+        "texttemplate": "%{label}",
+        "hovertemplate": "%{label}<br>%{value:.3s}B, %{percentRoot:.1%} of the step<extra></extra>",
+        "pathbar": {"visible": False},
+    }
+    layout = {
+        "height": FLAME_HEIGHT,
+        "margin": {"t": 4, "r": 4, "b": 4, "l": 4},
+        "uniformtext": {"minsize": 10, "mode": "hide"},
+    }
+    return {"data": [trace], "layout": layout}
+
+
+# --- ranks -----------------------------------------------------------------------------------
+
+
+def sent(data: PageData) -> Chart | None:
+    """Draw the bytes that a rank sends to other ranks, by trainer, stacked by phase."""
+    rows = data.summary[data.summary.metric == "collective_bytes"]
+    wide = pivot(rows[rows.gpus > 1], "phase")
+    shown = [name for name in ALL_PHASES if name in wide and wide[name].any()]
+    if not shown:
+        return None
+    return bar_chart(
+        "sent",
+        "Bytes that a rank sends, by trainer and phase",
+        "counted from the sizes of tensors, as if collectives used a ring; not measured",
+        wide.assign(end=wide[STEP], label=[f" {gigabytes(size)}" for size in wide[STEP]]),
+        {name: PHASE_COLOURS[name] for name in shown},
+        "GB that a rank sends in a step (counted)",
+        columns={f"{STEP}, GB": (STEP, gigabytes)},
+        stacked=True,
     )

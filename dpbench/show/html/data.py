@@ -17,7 +17,7 @@ from dpbench.results.roofline import Roofs
 from dpbench.results.rows import NO_HARDWARE, NUMBER, OF_CASE, STEP
 from dpbench.results.run import Run
 from dpbench.results.summary import with_logical
-from dpbench.show.groups import in_order, title_parts
+from dpbench.show.tables import in_order, title_parts
 
 MEASURED, COUNTED = "measured", "counted"
 """The values of the column ``basis``: a number was measured, or was counted without hardware. Most

@@ -1,9 +1,8 @@
 """The parts of charts: colours, and panels in plotly's JSON.
 
-The colours of phases are by Okabe and Ito (https://jfly.uni-koeln.de/color/). The colours of ranks
-are Paul Tol's "bright" scheme (https://personal.sron.nl/~pault/). Both schemes were designed for
-readers with colour blindness, too. Here, some colours of the schemes are lighter or darker, for
-contrast on white and on black.
+The colours of phases are by Okabe and Ito (https://jfly.uni-koeln.de/color/), who chose them for
+readers with colour blindness, too. Here, some are lighter or darker, for contrast on white and on
+black.
 """
 
 from __future__ import annotations
@@ -64,8 +63,6 @@ PHASE_COLOURS = {
     OUTSIDE: NEUTRAL,
     STEP: "#7F8790",
 }
-
-RANK_COLOURS = ("#7F8790", "#EE6677", "#4F86BB", "#BB4A93", "#228833", "#B8A522", "#3AA9C9")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import sha256
 from importlib import resources
@@ -15,21 +15,31 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from dpbench.core.errors import ConfigurationError
+from dpbench.core.files import printable
+from dpbench.results.changes import kernel_changes, operator_changes
+from dpbench.results.conditions import differing_conditions
+from dpbench.results.gate import Gate
 from dpbench.results.outcome import trainer_summary
 from dpbench.results.rows import COLUMNS, NO_HARDWARE, STEP
 from dpbench.results.run import Run
-from dpbench.show.export import trainer_table
-from dpbench.show.html.changes import changes
-from dpbench.show.html.charts import against_logical, busy, memory, phases, ratios, step_times
+from dpbench.show.comparison import amount, comparison_tables
+from dpbench.show.html.charts import (
+    against_logical,
+    busy,
+    bytes_by_phase,
+    flames,
+    memory,
+    ratios,
+    roofline,
+    sent,
+    step_times,
+    time,
+)
 from dpbench.show.html.data import MEASURED, PageData, labelled, pivot
 from dpbench.show.html.figures import NAMES, Chart, times
-from dpbench.show.html.flame import flames
-from dpbench.show.html.ranks import sent, waits
-from dpbench.show.html.roofs import roofline, time
-from dpbench.show.kernels import kernel_tables
 from dpbench.show.layout import ABSENT, Shown, Table, gigabytes, step_milliseconds, written
-from dpbench.show.outputs import labels_text
-from dpbench.show.profile import recorded_tables
+from dpbench.show.outputs import labels_text, trainer_table
+from dpbench.show.profile import kernel_tables, recorded_tables
 from dpbench.show.view import TableOptions, column, usual_columns
 
 MOST = 20
@@ -96,8 +106,8 @@ def _template() -> Template:
 
 def draw(data: PageData) -> list[Chart]:
     """Draw all charts of the page, in order."""
-    measured = (ratios, phases, step_times, time, memory, busy, roofline)
-    functions = (*measured, flames, sent, waits, against_logical)
+    measured = (ratios, bytes_by_phase, step_times, time, memory, busy, roofline)
+    functions = (*measured, flames, sent, against_logical)
     return [chart for function in functions if (chart := function(data))]
 
 
@@ -205,3 +215,72 @@ def _about(run: Run) -> Iterator[tuple[str, str]]:
             yield words.removesuffix(" bytes"), f"{gigabytes(value)} GB"
         else:
             yield words, written(value, str)
+
+
+MOST_LINES = 60
+"""The most operators and kernels in a list."""
+
+SMALLEST_CHANGE = 0.001
+"""A change of at most this share of the largest change is left out."""
+
+
+@dataclass(frozen=True)
+class Changes:
+    """The changes from one run to another.
+
+    Args:
+        title: the names of the two runs.
+        grown: the operators and kernels whose bytes changed most.
+        steps: tables that compare the metrics of whole steps.
+        differences: other differences, such as versions, settings, code and machine.
+    """
+
+    title: str
+    grown: Table
+    steps: Sequence[Table]
+    differences: Sequence[str]
+
+
+def changes(runs: Sequence[Run]) -> list[Changes]:
+    """Return the changes from the first run to each later run with numbers of the same cases."""
+    return [found for after in runs[1:] if (found := _changes(runs[0], after))]
+
+
+def _changes(before: Run, after: Run) -> Changes | None:
+    found = Gate(before, after).compare()
+    if found.changes.empty:
+        return None
+    differences = [printable(each) for each in differing_conditions(before, after)]
+    title = f"{before.name} → {after.name}"
+    return Changes(title, _grown(before, after), comparison_tables(found), differences)
+
+
+def _grown(before: Run, after: Run) -> Table:
+    """List the operators and kernels whose bytes changed most, for cases that both runs have."""
+    frames = [frame for frame in _by_case(before, after) if len(frame)]
+    found = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame({"change": []})
+    found = found.sort_values("change", key=abs, ascending=False, kind="stable")
+    found = found[found.change.abs() > SMALLEST_CHANGE * found.change.abs().max()].head(MOST_LINES)
+    if found.empty:
+        why = "No operator or kernel with changed bytes is known in the cases of both runs."
+        return Table("What changed most", [], [], (why,))
+    found = found.assign(relative=(found.change / found.before).where(found.before > 0))
+    columns: dict[str, Shown] = {
+        "change": ("change", lambda size: f"{'+' if size > 0 else '-'}{amount(abs(size), 'B')}"),
+        "by": ("relative", "{:+.1%}".format),
+        "phase": ("phase", str),
+        "operator or kernel": ("name", str),
+        "module": ("module", str),
+        "line": ("line", str),
+        "before": ("before", lambda size: amount(size, "B")),
+        "after": ("after", lambda size: amount(size, "B")),
+        "case": ("case", str),
+    }
+    return Table.of("What changed most", found, columns)
+
+
+def _by_case(before: Run, after: Run) -> Iterator[pd.DataFrame]:
+    cases = {outcome.case for outcome in before.outcomes}
+    for case in dict.fromkeys(each.case for each in after.outcomes if each.case in cases):
+        for found in (operator_changes(before, after, case), kernel_changes(before, after, case)):
+            yield found.assign(case=case.id)

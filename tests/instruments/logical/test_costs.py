@@ -22,8 +22,7 @@ from dpbench.instruments.logical.counter import (
     without_data,
 )
 from dpbench.instruments.logical.recorder import freeze_existing_objects
-from dpbench.results.compare import Limit
-from dpbench.results.gate import Gate
+from dpbench.results.gate import Gate, Limit
 from dpbench.results.kernels import NO_FLOPS
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
@@ -374,7 +373,7 @@ def test_a_limit_on_operations_fails_where_an_operator_has_no_formula() -> None:
     known, unknown = counted("known"), counted("unknown", note)
     flops, others = Limit.parse("flops:1%"), Limit.parse("logical_read_bytes:1%")
     for before, after in ((unknown, unknown), (known, unknown), (unknown, known)):
-        [missing] = Gate(before, after).check_limits([flops]).unjudged
+        [missing] = Gate(before, after).compare([flops]).unjudged
         assert missing.why == note
-        assert not failures(Gate(before, after).check_limits([others]))
-    assert not failures(Gate(known, known).check_limits([flops]))
+        assert not failures(Gate(before, after).compare([others]))
+    assert not failures(Gate(known, known).compare([flops]))

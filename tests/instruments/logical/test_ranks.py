@@ -31,8 +31,7 @@ from dpbench.instruments.logical.counter import RealTensorCounter, without_data
 from dpbench.instruments.logical.logical import Counting, Logical
 from dpbench.instruments.logical.memory import track_resizing
 from dpbench.instruments.logical.recorder import freeze_existing_objects
-from dpbench.results.compare import Limit
-from dpbench.results.gate import Gate
+from dpbench.results.gate import Gate, Limit
 from dpbench.results.kernels import OperatorCount
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP
@@ -374,8 +373,8 @@ def test_a_limit_finds_what_is_done_too_often(trainer: type, limit: str, operato
         for name, each in (("before", Noisy), ("good", Noisy), ("bad", trainer))
     )
     limits = [Limit.parse(limit)]
-    assert not failures(Gate(before, good).check_limits(limits))
-    (regression,) = Gate(before, bad).check_limits(limits).regressions
+    assert not failures(Gate(before, good).compare(limits))
+    (regression,) = Gate(before, bad).compare(limits).regressions
     assert regression["largest_changes"][0]["name"] == operator
 
 

@@ -12,10 +12,9 @@ from dpbench.instruments.logical.counter import logical_rows
 from dpbench.results.kernels import OperatorCount
 from dpbench.results.outcome import Outcome
 from dpbench.results.run import Run
-from dpbench.show.html.changes import changes
+from dpbench.show.html.charts import OUTSIDE_MODULES, flames
 from dpbench.show.html.data import PageData
-from dpbench.show.html.flame import OUTSIDE_MODULES, flames
-from dpbench.show.html.page import render
+from dpbench.show.html.page import changes, render
 
 CASE = Case("dpsgd", 8, 256)
 

@@ -72,7 +72,7 @@ def exact(table: Table) -> list[dict[str, Any]]:
 
 
 def test_phases_come_in_order_and_with_their_step() -> None:
-    lines = exact(drawn(charts.phases(grid1())).table)
+    lines = exact(drawn(charts.bytes_by_phase(grid1())).table)
     names = ["forward", "backward", "clip", "noise", "optimizer"]
     assert list(lines[0])[4:] == [*(f"{name}, GB" for name in (*names, "step")), "÷ standard"]
     assert len(lines) == 16
@@ -83,15 +83,6 @@ def test_phases_come_in_order_and_with_their_step() -> None:
     assert dpsgd["÷ standard"] == pytest.approx(4.52, abs=0.005)
 
 
-def test_baseline_comes_first_in_each_cell() -> None:
-    panels = drawn(charts.phases(grid1())).panels
-    assert {figure["data"][0]["y"][0] for figure in panels.values()} == {"standard"}
-
-
-def test_step_without_phases_has_no_bars() -> None:
-    assert charts.phases(material(a=dram("standard", 4e9))) is None
-
-
 def test_a_phase_that_no_case_of_a_cell_has_is_not_drawn_there() -> None:
     rows = [
         *dram("standard", 4e9),
@@ -99,7 +90,7 @@ def test_a_phase_that_no_case_of_a_cell_has_is_not_drawn_there() -> None:
         *dram("standard", 8e9, batch_size=16),
         *dram("standard", 7e9, batch_size=16, phase="backward"),
     ]
-    small, large = drawn(charts.phases(material(a=rows))).panels.values()
+    small, large = drawn(charts.bytes_by_phase(material(a=rows))).panels.values()
     assert [trace.get("name") for trace in small["data"]] == ["forward", None]
     assert [trace.get("name") for trace in large["data"]] == ["backward", None]
 
@@ -120,10 +111,6 @@ def test_ratio_needs_a_baseline_in_the_same_run() -> None:
     rows = dram("standard", 2e9) + dram("dpsgd", 6e9)
     found = material(a=rows, b=dram("dpsgd", 8e9)).ratios
     assert found[["run", "ratio"]].values.tolist() == [["a", 3.0]]
-
-
-def test_ratio_to_nothing_is_left_out() -> None:
-    assert material(a=dram("standard", 0) + dram("dpsgd", 6e9)).ratios.empty
 
 
 def test_peak_memory_is_of_the_basis_of_the_bytes() -> None:
@@ -168,13 +155,6 @@ def test_case_in_two_runs_is_told_apart_by_the_run() -> None:
     assert apart.step_bytes(data.MEASURED).title.tolist() == ["1b fp32", "1b bf16"]
 
 
-def test_case_counted_twice_is_told_apart_where_it_was_timed_once() -> None:
-    counted = logical("standard", 3e9) + logical("standard", 3e9, phase="forward")
-    timed = [row("standard", "step_time_seconds", 0.1, instrument="timing", unit="s")]
-    panels = drawn(charts.phases(material(timed=timed, a=counted, b=counted))).panels
-    assert [*panels] == [f"1b fp32, {run}, batch 8 × sequence 256" for run in "ab"]
-
-
 def test_same_label_twice_is_numbered() -> None:
     found = labelled([("run", GRID1), ("run", GRID1)])
     assert [run.name for run in found] == ["run", "run (2)"]
@@ -203,15 +183,6 @@ def test_failed_case_is_counted_and_named_with_its_error() -> None:
     assert page.headline(of)[1:] == ["1 case failed.", page.NEEDS_LOGICAL]
 
 
-def test_trainers_from_outside_come_after_the_known_ones_as_they_came() -> None:
-    names = ["zeroing", "dpsgd", "adding", "standard"]
-    case = measured_case("dpsgd")
-    cases = [{**case, "trainer": name, "error": None, "message": ""} for name in names]
-    document = {"rows": [row for name in names for row in dram(name, 2e9)], "cases": cases}
-    table = page.trainers(labelled([("run", document)]))
-    assert [line[0] for line in table.cells] == ["standard", "dpsgd", "zeroing", "adding"]
-
-
 def test_what_trainers_clip_is_said_below_their_cases() -> None:
     case = measured_case("dpsgd")
     cases = [{**case, "error": None, "message": "", "labels": {"clips": "flat"}}]
@@ -225,7 +196,7 @@ def test_a_script_has_no_batch_size_but_the_one_it_was_given() -> None:
         a=[row | Script("train").columns for row in rows],
         b=[row | Script("train", 8).columns for row in rows],
     )
-    assert [*drawn(charts.phases(of)).panels] == ["script", "script, batch 8"]
+    assert [*drawn(charts.bytes_by_phase(of)).panels] == ["script", "script, batch 8"]
     assert [line[1:4] for line in page.steps(of).cells] == [
         ["script", "-", "-"],
         ["script", "8", "-"],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dpbench.results.run import Run
-from dpbench.show.html import charts, roofs
+from dpbench.show.html import charts
 from dpbench.show.html.page import draw, headline, render
 from tests.show.html.test_html_page import (
     ALONE,
@@ -31,7 +31,7 @@ def test_a_card_without_a_data_sheet_has_no_roofs() -> None:
     document = cell()
     for row in document["rows"]:
         row["device"] = "NVIDIA T1"
-    chart = drawn(roofs.roofline, material(document, COUNTED))
+    chart = drawn(charts.roofline, material(document, COUNTED))
     assert "NVIDIA T1: unknown card" in chart.table.notes[0]
     assert [*chart.panels, *chart.table.cells] == []
     assert chart.table.notes[0] in page_of(material(document, COUNTED)).text
@@ -41,26 +41,8 @@ def test_phases_that_were_not_timed_have_no_place_under_a_roof() -> None:
     document = cell()
     document["rows"] = [r for r in document["rows"] if r["metric"] != "step_time_seconds"]
     of = material(document, COUNTED)
-    assert roofs.roofline(of) is None
+    assert charts.roofline(of) is None
     assert charts.against_logical(of) is not None
-
-
-def test_one_cell_has_no_heat_map() -> None:
-    found = draw(ALONE)
-    panels = {chart.id: len(chart.panels) for chart in found}
-    assert set(panels.values()) == {1}
-    traces = [trace for chart in found for figure in figures_of(chart) for trace in figure["data"]]
-    assert {trace["type"] for trace in traces} == {"bar", "scatter"}
-
-
-def test_without_a_baseline_bytes_are_drawn_and_no_ratio() -> None:
-    document = cell()
-    document["rows"] = [r for r in document["rows"] if r["trainer"] == "dpsgd"]
-    phases = drawn(charts.phases, material(document))
-    assert [line[-1] for line in phases.table.cells] == ["-"]
-    [figure] = figures_of(phases)
-    assert "×" not in "".join(figure["data"][-1]["text"])
-    assert "expected" not in str(phases.table.notes).lower()
 
 
 def test_what_nsight_systems_recorded_is_a_section_of_its_own() -> None:
@@ -81,12 +63,12 @@ def test_bytes_that_stay_in_the_cache_come_with_a_warning() -> None:
     small = cell()
     for row in small["rows"]:
         row["value"] /= 1e6
-    assert charts.IN_CACHE in drawn(charts.phases, material(small)).table.notes
-    assert charts.IN_CACHE not in drawn(charts.phases, ALONE).table.notes
+    assert charts.IN_CACHE in drawn(charts.bytes_by_phase, material(small)).table.notes
+    assert charts.IN_CACHE not in drawn(charts.bytes_by_phase, ALONE).table.notes
 
 
 def test_counted_runs_say_so_in_every_chart() -> None:
-    chart = drawn(charts.phases, material(COUNTED))
+    chart = drawn(charts.bytes_by_phase, material(COUNTED))
     assert chart.table.title.startswith("Logical bytes")
     assert "not measured" in chart.basis
     assert figures_of(chart)[0]["layout"]["xaxis"]["title"]["text"] == (
@@ -101,7 +83,7 @@ def test_case_without_a_result_stands_where_its_bar_would() -> None:
     for case in document["cases"]:
         if case["trainer"] == "dpsgd":
             case |= {"error": error, "message": "Tried to allocate 61 GiB"}
-    [figure] = figures_of(drawn(charts.phases, material(document)))
+    [figure] = figures_of(drawn(charts.bytes_by_phase, material(document)))
     labels = figure["data"][-1]
     assert dict(zip(labels["y"], labels["text"], strict=True))["dpsgd"] == f" failed: {error}"
     page = page_of(material(document))
@@ -116,7 +98,7 @@ def test_a_case_that_failed_in_two_runs_is_said_once() -> None:
         if case["trainer"] == "dpsgd":
             case["error"] = "CaseOutOfMemory"
     alike = {**document, "rows": []}
-    [figure] = figures_of(drawn(charts.phases, material(document, alike)))
+    [figure] = figures_of(drawn(charts.bytes_by_phase, material(document, alike)))
     assert figure["data"][-1]["y"] == [*TRAINERS]
 
 

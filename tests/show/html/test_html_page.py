@@ -18,9 +18,9 @@ import pytest
 
 from dpbench.results.roofline import Roofs
 from dpbench.results.run import Run
-from dpbench.show.html import charts, roofs
+from dpbench.show.html import charts
 from dpbench.show.html.data import PageData, labelled
-from dpbench.show.html.figures import PHASE_COLOURS, Chart, plain
+from dpbench.show.html.figures import Chart, plain
 from dpbench.show.html.page import draw, exact, render
 
 ROOT = Path(__file__).parents[3]
@@ -135,24 +135,13 @@ def test_how_busy_the_gpu_was_is_drawn_where_it_is_known() -> None:
 
 def test_the_expected_range_is_said_below_the_bars() -> None:
     usual, own = (
-        drawn(charts.phases, ALONE),
-        drawn(charts.phases, material(CELL, dram_bytes=(1.0, 1.5))),
+        drawn(charts.bytes_by_phase, ALONE),
+        drawn(charts.bytes_by_phase, material(CELL, dram_bytes=(1.0, 1.5))),
     )
-    other = drawn(charts.phases, material(CELL, l2_served_bytes=(1.0, 1.5)))
+    other = drawn(charts.bytes_by_phase, material(CELL, l2_served_bytes=(1.0, 1.5)))
     assert "Expected range: 2 to 5 times standard's bytes." in usual.table.notes[1]
     assert "Expected range: 1 to 1.5 times" in own.table.notes[1]
     assert len(other.table.notes) == 1
-
-
-def test_each_panel_has_a_scale_of_its_own() -> None:
-    small = cell()
-    for row in small["rows"]:
-        row["value"] /= 10
-    for row in small["rows"] + small["cases"]:
-        row["precision"] = "bf16"
-    large, tenth = figures_of(drawn(charts.phases, material(CELL, small)))
-    ends = [figure["layout"]["xaxis"]["range"][1] for figure in (large, tenth)]
-    assert ends[0] == pytest.approx(10 * ends[1])
 
 
 def test_ratios_of_bytes_time_and_memory_stand_side_by_side() -> None:
@@ -179,7 +168,7 @@ def test_a_steps_time_is_drawn_by_phase_and_as_long_as_it_took() -> None:
 
 
 def test_each_phase_has_a_bar_of_its_roof() -> None:
-    chart = drawn(roofs.roofline, COUNTED_TOO)
+    chart = drawn(charts.roofline, COUNTED_TOO)
     assert "launch-bound (" not in str(chart)
     [figure] = figures_of(chart)
     bars = {trace["name"]: trace for trace in figure["data"] if trace["type"] == "bar"}
@@ -189,7 +178,7 @@ def test_each_phase_has_a_bar_of_its_roof() -> None:
 
 
 def test_a_phase_that_waits_for_its_launches_is_named_under_its_roof() -> None:
-    roofline = drawn(roofs.roofline, material(with_busy_shares(), COUNTED))
+    roofline = drawn(charts.roofline, material(with_busy_shares(), COUNTED))
     table = roofline.table
     lines = [dict(zip(table.headers, line, strict=True)) for line in table.cells]
     waits = {line["phase"] for line in lines if line["bound"] == "launch-bound (10%)"}
@@ -197,7 +186,7 @@ def test_a_phase_that_waits_for_its_launches_is_named_under_its_roof() -> None:
 
 
 def test_what_time_is_made_of_is_drawn_in_milliseconds() -> None:
-    chart = drawn(roofs.time, material(with_busy_shares(), COUNTED))
+    chart = drawn(charts.time, material(with_busy_shares(), COUNTED))
     [figure] = figures_of(chart)
     bars = {trace["name"]: trace["x"] for trace in figure["data"] if trace["type"] == "bar"}
     assert list(bars) == ["step", "arithmetic", "bytes", "idle"]
@@ -215,18 +204,12 @@ def test_bounds_of_time_need_the_ceilings_of_the_card() -> None:
     document = cell()
     for row in document["rows"]:
         row["device"] = "NVIDIA L4"
-    chart = drawn(roofs.time, material(document, COUNTED))
+    chart = drawn(charts.time, material(document, COUNTED))
     assert [*chart.panels, *chart.table.cells] == []
     assert "no measured ceilings of NVIDIA L4" in chart.table.notes[0]
     of_l4 = Roofs.of(["NVIDIA L4"], 3e11, {"fp32": 3e13, "tf32": 6e13, "bf16": 1e14}, "a test")
     own = replace(material(document, COUNTED), ceilings=of_l4)
-    assert len(drawn(roofs.time, own).panels) == 1
-
-
-def test_two_runs_of_one_cell_are_drawn_apart() -> None:
-    once, twice = (drawn(roofs.roofline, material(*[CELL] * runs, COUNTED)) for runs in (1, 2))
-    assert len(twice.panels) == 2 * len(once.panels)
-    assert len(twice.table.cells) == 2 * len(once.table.cells)
+    assert len(drawn(charts.time, own).panels) == 1
 
 
 def test_text_from_outside_is_text() -> None:
@@ -269,10 +252,6 @@ def test_page_fetches_nothing_and_runs_only_its_own_scripts() -> None:
     assert allowed <= hashes
     sources = [a.get("src") or a.get("href") for _, a in page.tags]
     assert all(source.startswith(("#", "data:")) for source in sources if source)
-
-
-def test_colours_of_phases_are_different() -> None:
-    assert len(set(PHASE_COLOURS.values())) == len(PHASE_COLOURS)
 
 
 def test_numbers_are_exact() -> None:

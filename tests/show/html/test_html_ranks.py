@@ -1,4 +1,4 @@
-"""The charts of ranks: what each sends, counted, and how long each is in collectives."""
+"""The chart of what a rank sends, which is counted."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import pytest
 
 from dpbench.core.case import Case
 from dpbench.results.outcome import Outcome, document
-from dpbench.results.rows import STEP, Measurement
 from dpbench.results.run import Run
-from dpbench.show.html import ranks
+from dpbench.show.html import charts
 from dpbench.show.html.data import PageData
 from dpbench.show.html.figures import PHASE_COLOURS
 from dpbench.show.html.page import draw, render
@@ -28,14 +27,9 @@ def bars(figure: Any) -> dict[str, list[float]]:
     return {bar["name"]: bar["x"] for bar in figure["data"] if bar["type"] == "bar"}
 
 
-def waited(rank: int, seconds: float, repeat: int) -> Measurement:
-    where = "communication_seconds", seconds, "s", repeat, "NVIDIA H200", "torch"
-    return Measurement(SENDING, "torch_profiler", STEP, *where, rank=rank)
-
-
 def test_what_a_rank_sends_is_drawn_by_phase() -> None:
     outcomes = [count(case) for case in (SENDING.baseline, SENDING)]
-    chart = ranks.sent(material(*outcomes))
+    chart = charts.sent(material(*outcomes))
     assert chart
     [figure] = chart.panels.values()
     by_phase = {
@@ -52,16 +46,6 @@ def test_what_a_rank_sends_is_drawn_by_phase() -> None:
     assert "Bytes that a rank sends" in render(material(*outcomes))
 
 
-def test_each_rank_has_a_bar_of_its_time_in_collectives() -> None:
-    times = [(0, 0.030, 0), (0, 0.050, 1), (1, 0.010, 0), (1, 0.030, 1)]
-    rows = tuple(waited(*each) for each in times)
-    chart = ranks.waits(material(Outcome(SENDING, rows, instruments=("torch_profiler",))))
-    assert chart
-    [figure] = chart.panels.values()
-    shown = {name: pytest.approx(each) for name, each in bars(figure).items()}
-    assert shown == {"rank 0": [40.0], "rank 1": [20.0]}
-
-
 def test_one_gpu_alone_has_no_chart_of_ranks() -> None:
     alone = material(count(Case("standard", 8, 8, "99x16x1x2")))
-    assert not {"sent", "waits"} & {chart.id for chart in draw(alone)}
+    assert "sent" not in {chart.id for chart in draw(alone)}

@@ -1,18 +1,95 @@
-"""Tables of the time breakdown of phases, and of the time that privacy adds to a step."""
+"""Tables that compare phases with the highest rates of a card, and the time breakdown."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import pandas as pd
 
 from dpbench.core.case import BASELINE_TRAINER, PRODUCTS
-from dpbench.results.roofline import Roofs
+from dpbench.results.roofline import LAUNCH_BOUND, PARTS, Roofs, additional
 from dpbench.results.rows import STEP
-from dpbench.results.times import PARTS, additional
-from dpbench.show.groups import in_order, titled
-from dpbench.show.kernels import launch_bound_notes, phase_lines, roofs_in_words
-from dpbench.show.layout import Shown, Table
+from dpbench.show.layout import Shown, Table, gigabytes, step_milliseconds
+from dpbench.show.tables import SHOWN_SHARE, in_order, ordered, titled
+
+
+def roofline_tables(table: pd.DataFrame, roofs: Roofs) -> list[Table]:
+    """Make a roofline table for each configuration, device and kind of bytes.
+
+    Args:
+        table: the result of `dpbench.results.roofline.apply_roofs`.
+        roofs: the roofs that were applied.
+    """
+    tables = []
+    for bytes_are, group in table.groupby("bytes_are", sort=False):
+        for title, rows in titled(in_order(group)):
+            known = {h: c for h, c in ROOFLINE_COLUMNS.items() if rows[c[0]].notna().any()}
+            notes = [
+                f"{roofs_in_words(roofs, rows.precision)} Elementwise operations are not counted. "
+                f"The least time of a step is the sum of its phases' least times.",
+                *launch_bound_notes(rows),
+            ]
+            name = f"{title}: roofline of {bytes_are}"
+            tables.append(phase_lines(name, rows, rows.least_seconds, known, notes))
+    return tables
+
+
+ROOFLINE_COLUMNS: dict[str, Shown] = {
+    "TFLOP": ("flops", lambda operations: gigabytes(operations / 1e3)),
+    "GB": ("bytes", gigabytes),
+    "FLOP\n/ B": ("intensity", "{:.1f}".format),
+    "bound": ("bound", str),
+    "least\nms": ("least_seconds", step_milliseconds),
+    "time\nms": ("seconds", step_milliseconds),
+    "% of\nroof": ("share", "{:.0%}".format),
+}
+"""The columns of a roofline table. The last two columns have numbers only for timed phases."""
+
+
+def phase_lines(
+    title: str,
+    rows: pd.DataFrame,
+    values: pd.Series[float],
+    columns: Mapping[str, Shown],
+    notes: Iterable[str],
+) -> Table:
+    """Make a table with a line for the step of each trainer, followed by a line for each phase.
+
+    A phase is shown if its value, for some trainer, is at least the largest value in the table
+    times `SHOWN_SHARE`.
+    """
+    large = rows.phase[values >= SHOWN_SHARE * values.max()]
+    lines = rows[rows.phase.isin([*large, STEP])]
+    lines = ordered(lines.assign(of_phase=lines.phase != STEP), ["trainer", "of_phase", "phase"])
+    lines = lines.assign(name=lines.trainer.where(lines.phase == STEP, "· " + lines.phase))
+    return Table.of(title, lines, {"trainer\n· phase": ("name", str), **columns}, notes)
+
+
+def launch_bound_notes(rows: pd.DataFrame) -> Iterator[str]:
+    """Yield a note if a phase is launch-bound, and a note if it is unknown how busy the GPU was."""
+    if (rows.busy < LAUNCH_BOUND).any():
+        yield (
+            f"Launch-bound: the GPU was busy for less than {LAUNCH_BOUND:.0%} of the time. The "
+            f"share is in brackets. Neither roof explains the idle time."
+        )
+    timed = rows[(rows.phase == STEP) & rows.seconds.notna()]
+    if unknown := [*dict.fromkeys(timed[timed.busy.isna()].trainer)]:
+        yield (
+            f"How busy the GPU was with {', '.join(unknown)} was not measured, so launch-bound "
+            f"phases are not marked. --instrument cupti measures it."
+        )
+
+
+def roofs_in_words(roofs: Roofs, precisions: Iterable[str]) -> str:
+    """Write a card's bandwidth, and its peak arithmetic and `Roofs.ridge` at some precisions."""
+    peaks = [
+        f"{roofs.flops[name] / 1e12:.4g} TFLOP/s at {name}, which are equal bounds at "
+        f"{roofs.ridge(name):.1f} FLOP/B"
+        for name in dict.fromkeys(precisions)
+        if name in roofs.flops
+    ]
+    roof = " and ".join(filter(None, [f"{roofs.bandwidth / 1e9:.4g} GB/s", " or ".join(peaks)]))
+    return f"Roofs of {roofs.name}: {roof} ({roofs.source})."
 
 
 def _tenths(seconds: float) -> str:
@@ -59,7 +136,7 @@ def time_tables(times: pd.DataFrame, roofs: Roofs, baseline: str = BASELINE_TRAI
     If a step takes longer than the baseline's step, a second table breaks down the additional time.
 
     Args:
-        times: the result of `dpbench.results.times.time_breakdown`.
+        times: the result of `dpbench.results.roofline.time_breakdown`.
         roofs: the roofs with which ``times`` was computed.
         baseline: the trainer with which steps are compared.
     """

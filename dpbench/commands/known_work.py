@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from dpbench.commands.machine.calibration import EXAMPLE_BYTES, IDLE_PHASE, MESSAGE_PHASE, WORK
+from dpbench.commands.doctor import EXAMPLE_BYTES, IDLE_PHASE, MESSAGE_PHASE, WORK
 from dpbench.training.base import Batch, TrainerBase
 from dpbench.training.phases import phase
 

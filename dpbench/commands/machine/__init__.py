@@ -1,1 +1,0 @@
-"""Checks of ``dpbench doctor`` for what works on this machine."""
