@@ -116,9 +116,8 @@ def loaded_by(*modules: str) -> set[str]:
 def test_pytests_start_and_measured_processes_load_neither_torch_nor_pandas() -> None:
     front = ["dpbench", "dpbench.core.case", "dpbench.core.registry", "dpbench.pytest_plugin"]
     front += [f"dpbench.commands.{name}" for name in ("cli", "doctor")]
-    # A script may set its environment before it imports torch. nsys measures no script.
-    recorders = {module for module in FILES if module.endswith(".recorder")}
-    measuring = sorted(recorders - {"dpbench.instruments.nsys.recorder"})
+    # A script may set its environment before it imports torch.
+    measuring = sorted(module for module in FILES if module.endswith(".recorder"))
     measuring += ["dpbench.commands.step", "dpbench.commands.verify"]
     measuring += [kind.__module__ for kind in built_in()]
     assert loaded_by(*front, *measuring).isdisjoint(

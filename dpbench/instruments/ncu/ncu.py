@@ -13,14 +13,16 @@ import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from dpbench.child.messages import NVTX_DOMAIN, Steps
+from dpbench.child.messages import NVTX_DOMAIN, NVTX_END, Steps
 from dpbench.child.recorder import Recorder
 from dpbench.child.task import OF_PARENT
 from dpbench.core import gpu
+from dpbench.core.case import OUTSIDE
 from dpbench.core.errors import CaseFailed, ConfigurationError, InstrumentError
 from dpbench.core.metrics import Metric
 from dpbench.core.settings import Settings
@@ -49,6 +51,7 @@ from dpbench.launch.case_process import log_lines
 from dpbench.launch.processes import new_process, version_of
 from dpbench.results.kernels import fold, kernel_rows
 from dpbench.results.outcome import Outcome
+from dpbench.results.rows import Measurement
 
 
 class NcuNotFound(InstrumentError):
@@ -161,8 +164,6 @@ class Ncu(InProcessInstrument):
         ]
 
     def recorder(self, case: Subject, steps: int | None = None) -> Recorder:
-        from dpbench.instruments.ncu.recorder import NvtxRecorder
-
         return NvtxRecorder(steps)
 
     def read_report(self, outcome: Outcome) -> Outcome:
@@ -293,3 +294,60 @@ def find_ncu(path: str | None = None) -> str:
         )
         raise NcuNotFound(missing)
     return program
+
+
+class NvtxRanges:
+    """Marks each phase as an NVTX start/end range ``STEP.PHASE`` in dpbench's NVTX domain.
+
+    Push/pop ranges would not cover the threads of autograd, which run backward. The GPU is
+    synchronized at the start and end of each range, so that work counts in the phase that
+    launched it.
+    """
+
+    def __init__(self) -> None:
+        import nvtx
+        import torch
+
+        self.synchronize = torch.cuda.synchronize
+        self.domain = nvtx.get_domain(NVTX_DOMAIN)
+        self.step = -1
+        self.range: Any = None
+
+    def start_step(self) -> None:
+        self.step += 1
+        self.synchronize()
+        self._start(f"{self.step}.{OUTSIDE}")
+
+    def switch(self, phase: str) -> None:
+        self.end_step()
+        self._start(f"{self.step}.{phase}")
+
+    def end_step(self) -> None:
+        self.synchronize()
+        self.domain.end_range(self.range)
+
+    def finish(self) -> None:
+        """Mark the end of the last step, so that a truncated report can be detected."""
+        self._start(NVTX_END)
+        self.end_step()
+
+    def _start(self, name: str) -> None:
+        self.range = self.domain.start_range(self.domain.get_event_attributes(message=name))
+
+
+class NvtxRecorder(Recorder):
+    """Marks phases as NVTX ranges. Records no times, because the profiler slows the steps."""
+
+    @cached_property
+    def listener(self) -> NvtxRanges:
+        ranges = NvtxRanges()
+        self.held.callback(self._finish)
+        return ranges
+
+    def _finish(self) -> None:
+        if self.listener.step >= self.observed:  # the script ended within a step
+            self.listener.end_step()
+        self.listener.finish()
+
+    def rows(self, case: Subject) -> list[Measurement]:
+        return []

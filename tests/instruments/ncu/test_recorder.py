@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dpbench.instruments.ncu import recorder as ncu
+from dpbench.instruments.ncu import ncu
 from dpbench.training.phases import observed_step, phase
 
 

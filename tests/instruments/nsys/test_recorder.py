@@ -9,7 +9,7 @@ import pytest
 from dpbench import Case
 from dpbench.child import recorder as recorders
 from dpbench.child.case import run_case
-from dpbench.instruments.nsys.recorder import NsysRecorder, PhaseRanges
+from dpbench.instruments.nsys.nsys import NsysRecorder, PhaseRanges
 from dpbench.results.outcome import Outcome
 
 CASE = Case("dpsgd", 2, 16, "tiny")
@@ -40,7 +40,8 @@ class FakeCuda:
 
 
 def traced_case(cuda: FakeCuda, *, warmup: int, active: int) -> Outcome:
-    recorder = NsysRecorder(active, cuda=cuda)
+    recorder = NsysRecorder(active)
+    recorder.cuda = cuda
     return run_case(CASE, recorder, device="cpu", warmup=warmup, active=active)
 
 
