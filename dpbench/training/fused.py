@@ -51,7 +51,7 @@ from dpbench.training.per_layer import PairRule, Rule, Saved, can_be_tied
 from dpbench.training.phases import phase
 from dpbench.training.plan import TOLERANCES, Plan, Probe, expand
 from dpbench.training.refusals import ModelSnapshot, check_used_in_layers, used_outside
-from dpbench.training.units import UnitRule
+from dpbench.training.units import UnitRule, cost_of
 from dpbench.workloads.base import examples_in
 
 
@@ -155,6 +155,8 @@ class FusedTrainer(ClippedSumTrainer):
             for parameter in rule.trained.values():
                 self.tied.setdefault(parameter, []).append(rule)
         self.tied = {p: rules for p, rules in self.tied.items() if len(rules) > 1}
+        if units := [rule for rule in self.rules.values() if isinstance(rule, UnitRule)]:
+            warnings.warn(cost_of(units), stacklevel=3)
 
     def _probed(self, batch: Batch) -> Tensor:
         # Wrappers of the trainer's own method expect the batches of its steps.

@@ -17,7 +17,6 @@ from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 
 from dpbench.training.per_layer import Rule
-from dpbench.training.refusals import BY_EXAMPLE
 
 SHARED = 0
 """Rows for each example in a tensor that all examples share."""
@@ -111,15 +110,18 @@ class UnitRule(Rule[nn.Module]):
     def samples(self, x: Tensor, g: Tensor) -> dict[Tensor, Tensor]:
         raise NotImplementedError  # see `samples_of_calls`
 
-    def note(self) -> str:
-        """Return what a user should know about the cost of this rule."""
-        which = " and ".join([*self.trained][:3]) + (" …" if len(self.trained) > 3 else "")
-        where = f"layer {self.name}" if self.name else "the whole model"
-        how = "once more for all examples" if self.by_vmap else "once more for each example"
-        return (
-            f"fused runs {where} ({type(self.layer).__name__}) {how} to clip {which}; "
-            f"{BY_EXAMPLE} if that costs more"
-        )
+
+def cost_of(units: Sequence[UnitRule]) -> str:
+    """Return what a user should know about the cost of these rules."""
+    first = units[0]
+    where = f"layer {first.name}" if first.name else "the whole model"
+    names = [*first.trained]
+    which = " and ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+    more = f", and {len(units) - 1} more modules" if len(units) > 1 else ""
+    return (
+        f"to clip {which}, fused runs {where} ({type(first.layer).__name__}) forward and backward "
+        f"once more in each step{more}"
+    )
 
 
 Call = tuple[list[Any], Any, dict[int, Tensor]]
