@@ -239,7 +239,7 @@ def test_opacus_moves_the_bytes_that_the_list_of_changes_prints() -> None:
 
 
 def test_documents_stay_short() -> None:
-    most = {"README.md": 140, "docs/guide.md": 350, "docs/findings.md": 200, REFERENCE: 350}
+    most = {"README.md": 140, "docs/guide.md": 350, "docs/findings.md": 200, REFERENCE: 360}
     most |= {RANKS: 160}
     most |= {
         page: 135 if "```diff" in (ROOT / page).read_text("utf-8") else 85 for page in UPSTREAM
