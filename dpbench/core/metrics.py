@@ -69,7 +69,7 @@ class Aggregation(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="ki
 class Counters(Aggregation, frozen=True):
     """A counted quantity. If ``names`` is not empty, the quantity is a sum of hardware counters.
 
-    Args:
+    Attributes:
         names: the counters to add, as ``ncu --query-metrics`` names them.
         scale: the factor by which the sum is multiplied.
         chips: pairs of a pattern for names of chips, and the counters that replace ``names`` on
@@ -120,7 +120,7 @@ AGGREGATIONS = tuple(kind.__name__ for kind in (Counters, Sum, Share, Timed, Pea
 class Metric(msgspec.Struct, frozen=True, omit_defaults=True):
     """A quantity of a training step.
 
-    Args:
+    Attributes:
         name: the name; its end gives the unit, see `UNITS`.
         header: the column heading, of one or two lines; by default made from the name.
         by: the instruments that measure the metric, the preferred instrument first.

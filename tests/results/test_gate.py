@@ -287,7 +287,7 @@ def of_script(name: str, asked: int, counted: int) -> Run:
     session = {"status": "complete", "settings": {"logical": {"steps": asked}}}
     outcomes = [Outcome(Script("train"), tuple(rows), 1.0)]
     document = {"session": session, "rows": [row.as_row() for row in rows]}
-    document["cases"] = [{**o.as_json(), "instruments": ["logical"]} for o in outcomes]
+    document["cases"] = [{**o.as_saved(0)[0], "instruments": ["logical"]} for o in outcomes]
     return replace(GRID1, path=Path(name), document=document)
 
 
