@@ -140,6 +140,7 @@ def test_ncu_ends_when_the_controller_of_workers_is_killed(begin: Callable[..., 
     assert session.is_gone()
 
 
+@pytest.mark.slow
 def test_ncu_ends_at_hangup(begin: Callable[..., Session]) -> None:
     session = begin(COMMAND)
     session.owner()
@@ -193,6 +194,7 @@ def test_a_second_ctrl_c_ends_ncu_and_leaves_the_run_interrupted(
     assert (run.status, len(run.outcomes)) == ("interrupted", 1)
 
 
+@pytest.mark.slow
 def test_a_session_under_nohup_survives_a_hangup(begin: Callable[..., Session]) -> None:
     session = begin(["nohup", *COMMAND])
     session.owner()

@@ -71,6 +71,7 @@ def test_a_registered_metric_of_counters_is_measured_and_shown(saved: str) -> No
     assert {"global", "both"} <= {*saved.split()}
 
 
+@pytest.mark.slow
 def test_a_saved_run_contains_the_definitions_of_its_metrics(
     saved: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,6 +90,7 @@ def test_a_saved_run_contains_the_definitions_of_its_metrics(
     assert "'global_bytes'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_runs_with_a_registered_metric_are_compared(
     saved: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

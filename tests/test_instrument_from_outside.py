@@ -122,6 +122,7 @@ def test_a_metric_of_the_instrument_is_a_column_in_its_unit(
     assert "dpsgd 8.00 1.00" in lines
 
 
+@pytest.mark.slow
 def test_limits_also_check_the_kept_cases_of_a_resumed_run(
     meter: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,6 +108,7 @@ def test_advice_of_a_case() -> None:
     assert (table.largest_batch > 1).all()
 
 
+@pytest.mark.slow
 def test_a_method_that_refuses_is_told_with_its_reason_and_never_named() -> None:
     ranks = Case("standard", 4, 8, model_size="100x16x1x2", parallel="fsdp2", gpus=2)
     advice = advise(ranks, trainers=["dpsgd_fgc", "dpsgd_ghost"])

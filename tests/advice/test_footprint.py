@@ -68,6 +68,7 @@ def test_a_workload_of_ones_own_is_counted() -> None:
     assert footprint(case).peak(8)[0] >= footprint(case).peak(4)[0] > 0
 
 
+@pytest.mark.slow
 def test_why_a_case_cannot_be_counted_is_returned_and_others_are_counted() -> None:
     cases = [Case(name, 4, 8, model_size="9x16x1x2") for name in ("dpsgd", "dpsgd_ghost")]
     refused = Case("dpsgd", 4, 8, model_size="9x16x1x2", parallel="fsdp2", gpus=2)
@@ -86,6 +87,7 @@ def made(live: dict[int, int]) -> Footprint:
     return Footprint(Case("dpsgd", next(iter(live)), 8), counts)
 
 
+@pytest.mark.slow
 def test_an_example_alone_is_no_measure_of_larger_batches() -> None:
     assert made({1: 7, 2: 20, 3: 30}).peak(1) == (7, "clip")
     assert made({1: 7, 2: 20, 3: 30}).peak(5) == (50, "clip")

@@ -45,6 +45,7 @@ def test_ghost_clipping_saves_memory_but_hardly_time_or_long_sequences_bytes() -
         assert moved == pytest.approx(1, abs=0.1) or not place.cell.endswith("1024")
 
 
+@pytest.mark.slow
 def test_fast_gradient_clipping_moves_the_most_bytes_in_every_model() -> None:
     for file in MODELS:
         moved = {trainer: gb(Place(file), trainer) for trainer in OPACUS}
@@ -63,6 +64,7 @@ def test_forward_and_optimizer_are_the_same_for_all() -> None:
         assert max(moved) / min(moved) < 1.01
 
 
+@pytest.mark.slow
 def test_sessions_differ_in_bytes_by_less_than_1_percent() -> None:
     for place in PLACES:
         assert (spread(seen(gb, place, trainer) for trainer in OPACUS) or 0) < 0.01

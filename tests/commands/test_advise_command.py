@@ -69,6 +69,7 @@ def test_other_workloads_have_no_sequence(capsys: pytest.CaptureFixture[str]) ->
     assert "with 2 GB" in out
 
 
+@pytest.mark.slow
 def test_the_card_here_is_asked_about_with_the_memory_that_it_has(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,6 +80,7 @@ def test_the_card_here_is_asked_about_with_the_memory_that_it_has(
     assert "NVIDIA H100 80GB HBM3 with 10 GB" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow
 def test_a_saved_runs_cells_have_tables_with_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -73,6 +73,7 @@ def test_ratios_are_to_the_baseline_that_was_named(dpbench: Asked, tmp_path: Pat
     assert dpbench("compare mine.json mine.json --fail=logical_ratio:1%")[0] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("counted_here")
 def test_a_ratio_needs_the_baseline_along_every_axis(dpbench: Asked) -> None:
     axes = "--optimizer=sgd --optimizer=adamw --baseline=dpsgd"

@@ -82,6 +82,7 @@ def test_a_run_without_the_metric_says_so(
     assert "flops:1% was not checked: run has no flops of the step" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_ended_search_leaves_no_worktree_and_no_process(
     repository: Repository, tmp_path: Path
 ) -> None:

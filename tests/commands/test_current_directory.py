@@ -53,6 +53,7 @@ def test_a_module_there_does_not_shadow_one_of_a_cases_process(tmp_path: Path) -
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_the_users_trainer_is_found_there_once_it_is_named_beside_a_folder_named_dpbench(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,7 @@ def replayed_gpu(monkeypatch: pytest.MonkeyPatch, memory_bytes: int | None = Non
     monkeypatch.setattr("dpbench.core.gpu.visible_gpus", lambda: found)
 
 
+@pytest.mark.slow
 def test_run_counts_the_chosen_case_as_asked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -106,6 +106,7 @@ def test_another_file_is_another_subject_unless_it_is_named(
     assert main([*EXEC, LIMIT, "-m", "a.train"]) == 2  # by another name, too
 
 
+@pytest.mark.slow
 def test_batches_of_different_sizes_are_said_where_a_limit_or_ratio_uses_them(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -87,6 +87,7 @@ def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_torchruns_ranks_are_one_run_with_rows_by_rank() -> None:
     ended = torchrun("--batch-size=8", "--json=run.json", "private.py")
     assert ended.returncode == 0, ended.stderr

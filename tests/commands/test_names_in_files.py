@@ -71,6 +71,7 @@ def test_a_name_in_a_saved_run_is_neither_imported_nor_called(
     assert {kind: dict(known._targets) for kind, known in NAMED.items()} == registered
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("counted_here")
 def test_advice_leaves_out_a_trainer_that_only_the_run_knows(
     marker: Path, capsys: pytest.CaptureFixture[str]

@@ -43,6 +43,7 @@ RESUME = [*RUN, "--save=cur", "--resume", "--compare=1", "--compare-fail=logical
 AGAIN = "measured again, because their code, files or variables have changed"
 
 
+@pytest.mark.slow
 def test_a_part_of_other_code_files_or_variables_is_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

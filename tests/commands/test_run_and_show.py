@@ -34,6 +34,7 @@ def replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., i
     return lambda *options: main([*CELL, *instruments, f"--ncu-path={ncu}", *options])
 
 
+@pytest.mark.slow
 def test_both_instruments_on_one_case_show_measured_over_logical(
     replayed: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("counted_here")
 def test_several_gpus_are_shown_beside_one_with_the_same_batch(
     capsys: pytest.CaptureFixture[str],

@@ -35,6 +35,7 @@ def rows(name: str) -> list[dict[str, Any]]:
     return sorted(json.loads(Path(name).read_bytes())["rows"], key=json.dumps)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("counted_here")
 def test_merged_shards_have_the_rows_of_the_whole(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*GRID, "--json=whole.json"]) == 0

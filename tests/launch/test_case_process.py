@@ -172,6 +172,7 @@ def waits(seconds: float, holder: int, *more: str) -> str:
     return "; ".join([says(**{WAITING: words}), f"sleep {seconds}", *more])
 
 
+@pytest.mark.slow
 def test_each_process_that_holds_the_gpu_may_take_as_long_as_the_case(tmp_path: Path) -> None:
     program = "; ".join([waits(0.5, 1), waits(0.5, 2), GETS_IT, "sleep 0.5", reports()])
     assert ended(program, tmp_path, timeout=0.9).error is None

@@ -126,6 +126,7 @@ def test_a_fork_has_the_directory_and_imports_of_its_case(
             timing(tmp_path).measure(case)
 
 
+@pytest.mark.slow
 def test_opacus_is_whole_for_a_trainer_that_uses_it(server: ForkServer, tmp_path: Path) -> None:
     accountant = PrivacyEngine(accountant="gdp").accountant
     accountant.step(noise_multiplier=1.0, sample_rate=0.01)
@@ -213,6 +214,7 @@ def test_without_its_server_a_case_has_a_new_process(server: ForkServer, tmp_pat
     assert isinstance(ended(running).group.process, subprocess.Popen)
 
 
+@pytest.mark.slow
 def test_a_fork_tells_its_guard_before_anybody_can_lose_sight_of_it(
     server: ForkServer, tmp_path: Path
 ) -> None:

@@ -129,6 +129,7 @@ def test_ranks_that_hang_say_where_they_were(
     assert select.select([alive], [], [], 60)[0]
 
 
+@pytest.mark.slow
 def test_ranks_end_with_their_launcher(tmp_path: Path, alive: int) -> None:
     running = failing("Waits", tmp_path)
     in_its_step(running)

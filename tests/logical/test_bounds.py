@@ -78,6 +78,7 @@ def test_fused_needs_hardly_more_memory_than_a_standard_step() -> None:
         assert (by_trainer[trainer] < 1.1 * by_trainer["standard"]).all()
 
 
+@pytest.mark.slow
 def test_a_change_that_copies_per_sample_gradients_fails_and_is_named(
     pytester: pytest.Pytester, imports: sessions.Imports, monkeypatch: pytest.MonkeyPatch
 ) -> None:

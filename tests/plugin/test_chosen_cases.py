@@ -24,6 +24,7 @@ COUNTED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.repeats
 @pytest.mark.parametrize("mode", [["-p", "no:xdist"], ["-n1"]], ids=str)
 def test_the_chosen_cases_are_counted_and_saved_as_asked(

@@ -155,6 +155,7 @@ def test_bad_values_get_one_line_before_anything_runs(
     assert not (pytester.path / "ncu_reports/tiny-fp32").exists()
 
 
+@pytest.mark.slow
 def test_a_case_that_another_test_measured_is_judged_for_the_test_that_was_skipped(
     project: RunSuite, pytester: pytest.Pytester
 ) -> None:

@@ -13,6 +13,7 @@ from tests.plugin.conftest import CONFTEST, RunSuite
 from tests.plugin.saved_runs import saved
 
 
+@pytest.mark.slow
 def test_a_killed_session_keeps_what_it_had_measured(
     project: RunSuite, pytester: pytest.Pytester
 ) -> None:

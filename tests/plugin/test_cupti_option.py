@@ -85,6 +85,7 @@ def test_each_case_is_one_process_and_tests_of_ncu_wait(suite: RunSuite, workers
     assert instruments("run.json") == {"cupti"}
 
 
+@pytest.mark.slow
 def test_beside_ncu_times_come_from_the_process_that_counts(suite: RunSuite) -> None:
     result = suite("--cupti", "--ncu", "--ncu-path=./ncu", "--dpbench-json=run.json")
     result.assert_outcomes(passed=4)
@@ -95,6 +96,7 @@ def test_beside_ncu_times_come_from_the_process_that_counts(suite: RunSuite) -> 
     assert sources == {"ncu bytes / cupti seconds", "cupti bytes / cupti seconds"}
 
 
+@pytest.mark.slow
 def test_with_both_values_are_those_of_ncu(suite: RunSuite, pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         test_suite="""

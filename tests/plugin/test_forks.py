@@ -167,6 +167,7 @@ def test_what_a_fork_did_not_live_to_measure_is_unjudged(
     result.stdout.fnmatch_lines(["ERROR: *was not checked for *:step_or_die: not in this session"])
 
 
+@pytest.mark.slow
 def test_a_limit_that_no_test_is_for_fails_and_says_why(
     project: RunSuite, pytester: pytest.Pytester
 ) -> None:

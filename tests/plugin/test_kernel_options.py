@@ -7,6 +7,7 @@ import pytest
 from tests.plugin.conftest import RunSuite
 
 
+@pytest.mark.slow
 def test_a_phase_in_which_a_trainer_launches_nothing_is_no_failure(project: RunSuite) -> None:
     result = project("-n0", "--ncu-kernels-phase=clip")
     result.assert_outcomes(passed=4)

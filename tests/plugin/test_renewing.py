@@ -24,6 +24,7 @@ TIMED = [
 ]
 
 
+@pytest.mark.slow
 def test_a_reference_is_renewed_with_what_was_counted_timed_and_profiled(
     project: RunSuite, pytester: pytest.Pytester
 ) -> None:

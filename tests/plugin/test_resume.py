@@ -67,6 +67,7 @@ def test_a_session_goes_on(
     assert measured.read_text().split() == ["report_standard_bs4_seq64", "report_dpsgd_bs4_seq64"]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_resumed_for_some_of_its_cases_is_still_interrupted(
     project: RunSuite, pytester: pytest.Pytester
 ) -> None:

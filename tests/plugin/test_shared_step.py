@@ -86,6 +86,7 @@ from conftest import STATE
 """
 
 
+@pytest.mark.slow
 def test_names_are_those_of_fixtures_and_parameters_and_else_of_tests(
     project: RunSuite, pytester: pytest.Pytester
 ) -> None:

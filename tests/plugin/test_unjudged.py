@@ -266,6 +266,7 @@ def test_a_case_that_only_an_older_run_has_is_judged_by_it(
     assert counted(*first).ret == 0  # now it is the first run of this case
 
 
+@pytest.mark.slow
 def test_a_ratio_that_the_latest_run_lacks_is_judged_by_an_older_run(
     project: RunSuite, pytester: pytest.Pytester
 ) -> None:

@@ -66,6 +66,7 @@ def test_options_choose_workload_and_parameters(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("counted_here")
 def test_a_limit_of_a_ratio_measures_the_baseline_that_was_named(
     project: RunSuite, pytester: pytest.Pytester

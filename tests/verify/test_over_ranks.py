@@ -107,6 +107,7 @@ def test_gradients_are_those_of_the_joint_batch_and_noise_is_drawn_once(
     assert found == {pair: {} for pair in pairs}
 
 
+@pytest.mark.slow
 def test_of_each_kind_one_is_right_refused_or_named(tmp_path: Path) -> None:
     faulty = [f"{FAULTY}:{name}" for name in SOME_FAULTS]
     record = over_ranks([*SOME_RIGHT, *REFUSED, *faulty], COUNTED, 2, tmp_path)

@@ -102,6 +102,7 @@ def test_cases_count_the_same_without_memory(monkeypatch: pytest.MonkeyPatch) ->
     assert Logical().count(case) == remembered
 
 
+@pytest.mark.slow
 def test_pytorch_answers_no_more_for_a_deeper_model(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Counter[int]()
     dispatch = FakeTensorMode.dispatch

@@ -27,6 +27,7 @@ def bars(figure: Any) -> dict[str, list[float]]:
     return {bar["name"]: bar["x"] for bar in figure["data"] if bar["type"] == "bar"}
 
 
+@pytest.mark.slow
 def test_what_a_rank_sends_is_drawn_by_phase() -> None:
     outcomes = [count(case) for case in (SENDING.baseline, SENDING)]
     chart = charts.sent(material(*outcomes))
