@@ -6,6 +6,7 @@ dimensions of each layer's inputs and outputs are examples, and whether the exam
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -21,7 +22,7 @@ from dpbench.core.errors import ConfigurationError
 from dpbench.training.base import Batch
 from dpbench.training.per_layer import Rule, rule_of
 from dpbench.training.refusals import LAYER_ERRORS, check_used_in_layers, used_outside
-from dpbench.training.units import UnitRule
+from dpbench.training.units import UnitRule, random_states
 from dpbench.workloads.base import examples_in
 
 FEW, FEWER = 3, 2
@@ -188,21 +189,26 @@ class Probe:
         most = tolerance or self.tolerance
         return torch.isclose(some, others, most, most, equal_nan=True)
 
+    def _seeded_losses(self, part: int) -> tuple[Tensor, bool]:
+        """Return the losses of a part, with equal random numbers, and whether any were drawn."""
+        torch.manual_seed(0)
+        before = random_states(self.model)
+        losses = self.losses(part).double()
+        return losses, not all(map(torch.equal, before, random_states(self.model)))
+
     def check_unmixed(self) -> None:
         """Raise if an example's loss depends on the other examples of its batch.
 
-        Losses are not compared if the model draws random numbers outside dropout modules.
+        Examples are exchanged for others in a batch of one size, and compared with batches of other
+        sizes, unless the model draws random numbers outside dropout modules.
         """
-        before = random_states(self.model)
-        whole = self.losses(0).double()
-        if not all(map(torch.equal, before, random_states(self.model))):
-            return
-        parts = torch.cat([self.losses(1), self.losses(2)]).double()
-        right = self.alike(whole, parts, max(OTHER_SIZE, self.tolerance))
-        if right.all():
-            parts = self.losses(4).double()
-            right = self.alike(whole, parts)
-            right[1] = True  # another example is there
+        whole, is_random = self._seeded_losses(0)
+        parts, _ = self._seeded_losses(4)
+        right = self.alike(whole, parts)
+        right[1] = True  # another example is there
+        if right.all() and not is_random:
+            parts = torch.cat([self.losses(1), self.losses(2)]).double()
+            right = self.alike(whole, parts, max(OTHER_SIZE, self.tolerance))
         if not right.all():
             which = int(right.logical_not().nonzero()[0])
             raise ConfigurationError(
@@ -211,12 +217,6 @@ class Probe:
                 f"examples, and nobody can clip them: use layers that treat each example alone, "
                 f"and divide an example's loss only by numbers of this example"
             )
-
-
-def random_states(model: nn.Module) -> list[Tensor]:
-    """Return the states of the random number generators of the CPU and of the model's GPUs."""
-    devices = {p.device for p in model.parameters() if p.is_cuda}
-    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
 
 
 def shapes_of(tree: Any, *, outputs: bool = False) -> list[torch.Size]:
@@ -301,6 +301,12 @@ class Plan:
         except CANNOT_PROBE as error:
             if isinstance(error, ConfigurationError):
                 raise
+            if not fake:
+                warnings.warn(
+                    f"the model does not run with {FEW} examples ({error}), so whether it mixes "
+                    f"examples is not known",
+                    stacklevel=4,
+                )
             for refusal in self._refused.values():
                 raise refusal from error
 

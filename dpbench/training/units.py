@@ -61,12 +61,24 @@ class UnitRule(Rule[nn.Module]):
         return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
 
     def samples_of_calls(self, calls: Sequence[Call], examples: int) -> dict[Tensor, Tensor]:
-        """Return the sums of the per-sample gradients ``[B, …]`` over calls, by parameter."""
+        """Return the sums of the per-sample gradients ``[B, …]`` over calls, by parameter.
+
+        Raises:
+            ConfigurationError: the module draws random numbers, which would not be those of the
+                forward pass.
+        """
         total: dict[Tensor, Tensor] = {}
+        captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        before = [] if captures else random_states(self.layer)
         with self._one_example(), torch.enable_grad():
             for call in calls:
                 for parameter, each in self._samples_of(call, examples).items():
                     total[parameter] = total[parameter] + each if parameter in total else each
+        if before and not all(map(torch.equal, before, random_states(self.layer))):
+            raise self.refusal(
+                "it draws random numbers, and would draw others when it runs again (set its "
+                "dropout to 0)"
+            )
         return total
 
     def _samples_of(self, call: Call, examples: int) -> dict[Tensor, Tensor]:
@@ -109,6 +121,12 @@ class UnitRule(Rule[nn.Module]):
 
     def samples(self, x: Tensor, g: Tensor) -> dict[Tensor, Tensor]:
         raise NotImplementedError  # see `samples_of_calls`
+
+
+def random_states(module: nn.Module) -> list[Tensor]:
+    """Return the states of the random number generators of the CPU and of the module's GPUs."""
+    devices = {p.device for p in module.parameters() if p.is_cuda}
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
 
 
 def cost_of(units: Sequence[UnitRule]) -> str:

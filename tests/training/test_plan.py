@@ -167,6 +167,18 @@ def test_the_update_is_that_of_a_loop_over_examples(name: str, trainer: str) -> 
     torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-6)
 
 
+def test_a_module_that_would_draw_other_random_numbers_is_refused() -> None:
+    def call(self: Any, x: Tensor) -> Tensor:
+        dropped: Tensor = self.drop(self.linear(x) * self.scale)
+        return dropped
+
+    def model() -> nn.Module:
+        return Wrapped(call, drop=nn.Dropout(0.5), scale=nn.Parameter(torch.ones(WIDTH)))
+
+    with pytest.raises(ConfigurationError, match=r"draws random numbers.*set its dropout to 0"):
+        update(model, "fused")
+
+
 def test_only_what_needs_it_runs_again_by_example() -> None:
     trainer, _ = update(class_token, "fused")
     units = [rule for rule in trainer.rules.values() if isinstance(rule, UnitRule)]
@@ -178,6 +190,11 @@ def test_only_what_needs_it_runs_again_by_example() -> None:
 class Centered(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x - x.mean(0)
+
+
+class CenteredAtRandom(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.5) - x.mean(0)
 
 
 class Counts(nn.Module):
@@ -196,6 +213,7 @@ class Counts(nn.Module):
     ("layer", "said"),
     [
         (Centered, "the model or its loss mixes examples"),
+        (CenteredAtRandom, "the model or its loss mixes examples"),
         (lambda: nn.BatchNorm1d(TOKENS_EACH, affine=False), "use GroupNorm instead"),
         (lambda: nn.BatchNorm1d(TOKENS_EACH).requires_grad_(False), "use GroupNorm instead"),
         (Counts, "buffer 1.mean changes with"),
@@ -221,6 +239,19 @@ def test_a_loss_that_divides_by_something_of_the_batch_is_refused() -> None:
         ConfigurationError, match="divide an example's loss only by numbers of this"
     ):
         trainer.train_step(TOKENS)
+
+
+def test_a_model_that_cannot_be_probed_is_trained_with_a_warning() -> None:
+    def call(self: Any, x: Tensor) -> Tensor:
+        if len(x) != EXAMPLES:
+            raise RuntimeError(f"needs {EXAMPLES} examples")
+        made: Tensor = self.linear(x)
+        return made
+
+    with pytest.warns(
+        UserWarning, match="needs 5 examples.*whether it mixes examples is not known"
+    ):
+        update(lambda: Wrapped(call), "fused")
 
 
 def test_random_numbers_of_a_function_do_not_count_as_mixed_examples() -> None:
