@@ -25,24 +25,25 @@ from dpbench.child.imported import all_unchanged
 from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import check_writable, in_words, printable, write_text
+from dpbench.core.gpu import Gpu
+from dpbench.core.grid import Grid
 from dpbench.core.registry import OUTPUTS
+from dpbench.core.settings import Settings
 from dpbench.core.subject import Asked, Subject, subject_from
+from dpbench.instruments.interface import Instrument
 from dpbench.results.conditions import automatic_name, environment, merge_interrupted, new_run
 from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome
 from dpbench.results.outcome import document as as_document
 from dpbench.results.rows import NO_HARDWARE
 from dpbench.results.run import Run
 from dpbench.results.storage import Storage, check_comparable, readable
+from dpbench.runner import check_ranks, measure
 from dpbench.session_store import Limits, SessionStore
+from dpbench.show.layout import Table
 from dpbench.show.view import TableOptions
 
 if TYPE_CHECKING:
-    from dpbench.core.gpu import Gpu
-    from dpbench.core.grid import Grid
-    from dpbench.core.settings import Settings
-    from dpbench.instruments.interface import Instrument
     from dpbench.results.gate import Comparison, Gate, Judgement, Limit, Unjudged
-    from dpbench.show.layout import Table
 
 Hook = Callable[[dict[str, Any]], object]
 """A function that may change a dictionary before the session writes the dictionary."""
@@ -122,8 +123,6 @@ class Session:
         """
         for kind, _ in self.settings.files.values():
             OUTPUTS[kind]  # fails if a package is not installed
-        from dpbench.runner import check_ranks
-
         planned = [case for case, _ in self._planned]
         for case in (planned or self.cases) if self.instruments else ():
             check_ranks(case, self.instruments)
@@ -193,8 +192,6 @@ class Session:
         Measures the case if no process of the session has measured it with the same instruments.
         After a measurement, writes the run and JSON files.
         """
-        from dpbench.runner import measure
-
         chosen = self.instruments if instruments is None else instruments
         fresh: list[Outcome] = []
 

@@ -14,6 +14,8 @@ from dpbench.child.messages import Steps
 from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.subject import Script, Subject
+from dpbench.instruments.interface import Instrument
+from dpbench.instruments.logical.logical import Logical
 from dpbench.plugin.fixtures import (
     NEEDS,
     asked_case,
@@ -25,12 +27,12 @@ from dpbench.plugin.fixtures import (
     shared_name,
     uses_fixture,
 )
+from dpbench.results.outcome import Outcome
+from dpbench.runner import measure
 from dpbench.session import Session
 from dpbench.session_store import Request
 
 if TYPE_CHECKING:
-    from dpbench.instruments.interface import Instrument
-    from dpbench.results.outcome import Outcome
     from dpbench.results.report import CaseReport
 
     Measured = tuple[Outcome, CaseReport]
@@ -120,8 +122,6 @@ class EachTest:
         return self._report(case, fields, self.session.instruments)
 
     def _count(self, case: Case | str | type | StepFunction, **fields: Any) -> CaseReport:
-        from dpbench.instruments.logical.logical import Logical
-
         return self._report(case, fields, [Logical.from_settings(self.session.settings)])
 
     def _report(
@@ -189,8 +189,6 @@ class EachTest:
 
     def _measure_step(self, step: StepFunction, instruments: Sequence[Instrument]) -> Outcome:
         """Measure a step that has not been measured, or whose counts differ from its name's."""
-        from dpbench.runner import measure
-
         taken = step in self._steps
 
         def take() -> object:
@@ -235,9 +233,6 @@ class EachTest:
 
         The step of a case uses tensors without data, and is taken once in this process.
         """
-        from dpbench.instruments.logical.logical import Logical
-        from dpbench.runner import measure
-
         if step:
             step()
         elif case not in self._tried_out:

@@ -18,13 +18,14 @@ from dpbench.core.settings import Settings
 from dpbench.instruments import choose
 from dpbench.plugin.each_test import NOTHING_MEASURED, EachTest
 from dpbench.plugin.fixtures import NEEDS, grid_case, measuring_fixtures, uses_fixture
+from dpbench.results.outcome import Outcome
+from dpbench.runner import check_named
 from dpbench.session import Session
+from dpbench.show.layout import Table, as_text, terminal_width
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from dpbench.results.outcome import Outcome
-    from dpbench.show.layout import Table
 
 SHARED = "dpbench"
 """The key in ``workerinput`` of the values that the controller passes to a worker."""
@@ -98,8 +99,6 @@ class WholeSession:
         """
         if "dpbench_case" not in metafunc.fixturenames:
             return
-        from dpbench.runner import check_named
-
         cases = self.session.cases
         with pytest.MonkeyPatch.context() as patch:  # the check may add the current directory
             patch.setattr(sys, "path", [*sys.path])
@@ -242,7 +241,6 @@ class WholeSession:
     def _show_tables(
         self, terminalreporter: pytest.TerminalReporter, outcomes: Sequence[Outcome]
     ) -> None:
-        from dpbench.show.layout import as_text, terminal_width
         from dpbench.show.outputs import append_step_summary
 
         tables = self.session.summary()

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from dpbench.core.gpu import SESSION_GPUS, visible_gpus
+from dpbench.core.grid import Grid
 from dpbench.plugin.whole_session import SHARED
 from dpbench.session import Session
 from dpbench.session_store import SessionStore
-
-if TYPE_CHECKING:
-    from dpbench.core.grid import Grid
 
 WORKERS_PER_GPU = 2
 """With two workers on a GPU, one prepares a case while the other measures."""
