@@ -33,7 +33,7 @@ def test_run_is_saved_resumed_and_compared(
             raise KeyboardInterrupt
         return measure(case, instruments, **rest)
 
-    monkeypatch.setattr("dpbench.runner.measure", interrupted_at_dpsgd)
+    monkeypatch.setattr("dpbench.session.measure", interrupted_at_dpsgd)
     assert main([*RUN, *TWO, "--save=first"]) == 130
     first = SAVED / "0001_first.json"
     assert Run.load(first).status == "interrupted"
@@ -105,7 +105,7 @@ def test_a_file_that_cannot_be_written_later_is_a_problem_and_nothing_is_lost(
             Path("out").touch()
         return measure(case, instruments, **rest)
 
-    monkeypatch.setattr("dpbench.runner.measure", measure_and_take_the_folder_away)
+    monkeypatch.setattr("dpbench.session.measure", measure_and_take_the_folder_away)
     assert main([*RUN, *TWO, "--json=out/run.json", "--save=kept"]) == 1
     captured = capsys.readouterr()
     assert captured.err.count("dpbench run: ERROR: out/run.json: ") == 1
