@@ -233,9 +233,11 @@ def unnoticed(model: nn.Module) -> Iterator[None]:
     with ExitStack() as held:
         held.enter_context(torch.random.fork_rng([*devices]))
         held.enter_context(torch.no_grad())
-        yield
-        for buffer, before in buffers:
-            buffer.copy_(before)
+        try:
+            yield
+        finally:
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from dpbench.core.errors import ConfigurationError
 from dpbench.training.plan import rows_by_example
 from dpbench.training.units import UnitRule
 from tests.training.test_fused_layers import EXAMPLES, PLAIN, TOKENS, FirstOf, Given
+from tests.training.test_remedies import OwnKernel
 
 _, TOKENS_EACH, WIDTH = TOKENS.shape
 
@@ -93,25 +94,6 @@ def expert() -> nn.Module:
             self.weight = nn.Parameter(torch.randn(2, WIDTH, WIDTH))
 
     return Wrapped(call, experts=Experts())
-
-
-class Product(torch.autograd.Function):
-    """A product with its own backward, which ``vmap`` does not know."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return g @ weight, g.flatten(0, -2).t() @ x.flatten(0, -2)
-
-
-class OwnKernel(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return Product.apply(x, self.weight) + self.bias  # type: ignore[no-any-return,no-untyped-call]
 
 
 ANY: dict[str, Callable[[], nn.Module]] = {
