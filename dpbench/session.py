@@ -32,6 +32,7 @@ from dpbench.core.settings import Settings
 from dpbench.core.subject import Asked, Subject, subject_from
 from dpbench.instruments.interface import Instrument
 from dpbench.results.conditions import automatic_name, environment, merge_interrupted, new_run
+from dpbench.results.limits import Judgement, Limit, Unjudged
 from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome
 from dpbench.results.outcome import document as as_document
 from dpbench.results.rows import NO_HARDWARE
@@ -43,7 +44,7 @@ from dpbench.show.layout import Table
 from dpbench.show.view import TableOptions
 
 if TYPE_CHECKING:
-    from dpbench.results.gate import Comparison, Gate, Judgement, Limit, Unjudged
+    from dpbench.results.gate import Comparison, Gate
 
 Hook = Callable[[dict[str, Any]], object]
 """A function that may change a dictionary before the session writes the dictionary."""
@@ -96,7 +97,7 @@ class Session:
         """Lines to print as errors. A session with a problem fails."""
         self._run: Run | None = None
         self._planned = [(case, instrument.name) for case, instrument in plan]
-        self.limits = read_limits(settings.compare_fail)
+        self.limits = [*map(Limit.parse, settings.compare_fail)]
         """The limits on the command line. The marker of a test can replace them for the test."""
         self.comparison: Comparison | None = None
         """The result of `check_limits`; None before, and if there is nothing to compare."""
@@ -254,7 +255,7 @@ class Session:
         Returns:
             What the limits say, which all processes will know, or None if nothing has a limit.
         """
-        limits = self.limits if texts is None else read_limits(texts)
+        limits = self.limits if texts is None else [*map(Limit.parse, texts)]
         requests = [r for r in self.store.requests if r.test == test and r.params is not None]
         asked = {key for request in requests for key in request.asked}
         if not limits or (texts is None and not asked):
@@ -315,7 +316,7 @@ class Session:
         *,
         complete: bool,
     ) -> None:
-        from dpbench.results.gate import Comparison, Gate, Judgement
+        from dpbench.results.gate import Comparison, Gate
 
         run = self.begun and self.run  # without `begun`, the run lacks its conditions
         asked = {*self._asked, *(key for outcome in outcomes for key in outcome.asked)}
@@ -327,7 +328,7 @@ class Session:
             self.settings.compare_first_run_ok,
         )
         for (_, texts), keys in left.items():
-            limits = self.limits if texts is None else read_limits(texts)
+            limits = self.limits if texts is None else [*map(Limit.parse, texts)]
             found = self.references.judge(run, keys, limits, idle=texts is None)
             early = texts is None and not complete
             judgements.append(replace(found, unjudged=[]) if early else found)
@@ -507,7 +508,7 @@ class References:
             limits: the limits.
             idle: whether limits for which there is no number at all are accepted.
         """
-        from dpbench.results.gate import Gate, Judgement
+        from dpbench.results.gate import Gate
 
         across, first_run_ok = self.settings.compare_across, self.settings.compare_first_run_ok
         newest = Gate(self.of(asked), after, asked, across, first_run_ok)
@@ -530,8 +531,6 @@ class References:
         Runs that did not pass are the last to be looked at, the oldest first: a case that no run
         that passed has was new in the oldest of them.
         """
-        from dpbench.results.gate import Judgement, Unjudged
-
         new = {key for key, known in newest.numbers(limit).items() if not known}
         left = {*(newest.asked or ())}
         others: list[SavedRun] = []
@@ -583,15 +582,6 @@ class References:
             yield f"compared with {name}{state}: {', '.join(sorted(cases))}"
         if not reference.frame.empty:
             yield f"compared with {reference.name}"
-
-
-def read_limits(texts: Sequence[str]) -> list[Limit]:
-    """Read limits such as ``dram_bytes:5%``. Without limits, pandas is not imported."""
-    if not texts:
-        return []
-    from dpbench.results.gate import Limit
-
-    return [Limit.parse(text) for text in texts]
 
 
 class RunWriter:

@@ -12,16 +12,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from dpbench.core.files import locked, write_text
 from dpbench.core.subject import Asked, Subject
+from dpbench.results.limits import Judgement, Unjudged
 from dpbench.results.outcome import Outcome, merge_duplicates
-
-if TYPE_CHECKING:
-    from dpbench.results.gate import Judgement
 
 Parsed = TypeVar("Parsed")
 
@@ -197,7 +195,6 @@ class SessionStore:
         """What limits say, as far as they were judged, the earliest first."""
         if not (names := self._names(JUDGED)):
             return []
-        from dpbench.results.gate import Judgement, Unjudged
 
         def read(data: Mapping[str, Any]) -> Judgement:
             unjudged = [Unjudged(**each) for each in data["unjudged"]]

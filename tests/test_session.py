@@ -19,7 +19,7 @@ from dpbench.core.settings import Settings
 from dpbench.core.subject import Asked
 from dpbench.instruments.interface import Instrument
 from dpbench.launch.case_process import PendingMeasurement
-from dpbench.results.gate import Judgement
+from dpbench.results.limits import Judgement
 from dpbench.results.outcome import Outcome, document
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.run import Run

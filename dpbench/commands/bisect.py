@@ -43,7 +43,8 @@ from dpbench.core.subject import subject_from
 from dpbench.launch import processes
 from dpbench.results.changes import largest_changes
 from dpbench.results.conditions import git
-from dpbench.results.gate import Gate, Interval, Limit, mean_interval
+from dpbench.results.gate import Gate
+from dpbench.results.limits import Interval, Limit, mean_interval
 from dpbench.results.rows import NUMBER
 from dpbench.results.run import Run
 from dpbench.show.comparison import amount, grown_text

@@ -28,7 +28,8 @@ from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import printable
 from dpbench.core.metrics import METRICS
 from dpbench.core.settings import declare
-from dpbench.results.gate import Comparison, Gate, Limit
+from dpbench.results.gate import Comparison, Gate
+from dpbench.results.limits import Limit
 from dpbench.results.run import Run
 from dpbench.results.storage import check_comparable
 from dpbench.show.comparison import comparison_tables, exceeded_lines, grown_text

@@ -50,7 +50,6 @@ from dpbench.commands.run import show
 from dpbench.commands.step import write_report
 from dpbench.commands.verify import ScriptChecks, as_text
 from dpbench.core import gpu
-from dpbench.core.case import BASELINE_TRAINER
 from dpbench.core.errors import ConfigurationError, ScriptInterrupted
 from dpbench.core.grid import Grid
 from dpbench.core.settings import Settings, declare
@@ -138,8 +137,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measuring.add_argument(
         "--baseline",
         metavar="NUM|FILE",
-        help="a saved run of another script; ratios divide by its numbers, and tables call that "
-        "script standard",
+        help="a saved run of another script; ratios divide by its numbers",
     )
     for title, names in DECLARED.items():
         group = measuring if title == measuring.title else parser.add_argument_group(title)
@@ -171,13 +169,12 @@ def run(options: argparse.Namespace) -> int:
         baseline = saved_run(options.baseline, options.storage)
         here = sources(scripts, settings, gpu_here)
         standards = _standards(options.baseline, baseline, case, here)
-        # Each run keeps its baseline's name, because ratios to different scripts must not be
-        # compared.
-        scripts = [replace(script, baseline=standards[0].case.trainer) for script in scripts]
     axes = {axis: (value,) for axis, value in case.columns.items()}
-    cases = [case, *([case.with_trainer(BASELINE_TRAINER)] if standards else [])]
+    cases = [case, *dict.fromkeys(outcome.case for outcome in standards)]
     plan = [(c, script) for c in cases for script in scripts]
-    session = Session(plan, settings, gpu=gpu_here, grid=Grid(case.trainer, axes))
+    grid = Grid(case.trainer, axes)
+    grid = replace(grid, baseline=cases[1].trainer) if standards else grid
+    session = Session(plan, settings, gpu=gpu_here, grid=grid)
     with closing(session):
         session.begin()
         try:
@@ -190,7 +187,7 @@ def run(options: argparse.Namespace) -> int:
                 session.notes.append(no_ratio)
                 del cases[1:]
             else:
-                session.store.add(map(_as_standard, standards))
+                session.store.add(standards)
             outcomes = session.store.outcomes()
             failed = any(
                 outcome.error for outcome in outcomes
@@ -270,10 +267,6 @@ def _script_runs(
     # Scripts are told apart by their paths, relative to the folder that contains the storage.
     path = os.path.relpath(program[0].removesuffix(".py"), settings.storage.parent)
     name = options.name or (program[0] if options.module else path)
-    if name == BASELINE_TRAINER:
-        raise ConfigurationError(
-            f"the name {name!r} is reserved for the baseline of ratios: choose another with --name"
-        )
     case = Script(name, options.batch_size)
     scripts = [
         ScriptRun(
@@ -304,11 +297,11 @@ def _standards(
         sources: pairs of a device and the name of an instrument.
 
     Raises:
-        ConfigurationError: the run has no row of ``sources``, it has several scripts, or its batch
-            size is not the batch size of ``case``.
+        ConfigurationError: the run has no row of ``sources``, it has several scripts, its script
+            has the name of ``case``, or its batch size is not the batch size of ``case``.
     """
     scripts = [o for o in run.outcomes if isinstance(o.case, Script)]
-    scripts = [o for o in scripts if o.case.trainer != BASELINE_TRAINER]
+    scripts = [o for o in scripts if o.case.trainer != run.baseline]
     shared = [
         replace(outcome, rows=tuple(rows))
         for outcome in scripts
@@ -327,23 +320,17 @@ def _standards(
             f"--baseline {named}: {run.path} has no steps of a script that were measured on "
             f"{needed}; it has measurements on {present}"
         )
+    if shared[0].case.trainer == case.trainer:
+        raise ConfigurationError(
+            f"--baseline {named}: its script is also called {case.trainer}; name this one with "
+            f"--name"
+        )
     if (size := shared[0].case.batch_size) != case.batch_size:
         raise ConfigurationError(
             f"--baseline {named}: the batch size of {shared[0].case.id} is {size or 'not given'}, "
             f"here it is {case.batch_size or 'not given'}; pass the same --batch-size to both runs"
         )
     return shared
-
-
-def _as_standard(outcome: Outcome) -> Outcome:
-    case = outcome.case.with_trainer(BASELINE_TRAINER)
-    note = f"is the script {outcome.case.trainer} from a saved run"
-    return replace(
-        outcome,
-        case=case,
-        rows=tuple(replace(row, case=case) for row in outcome.rows),
-        notes=(note, *outcome.notes),
-    )
 
 
 def _excess(outcome: Outcome) -> float:
@@ -384,7 +371,7 @@ def _baseline_notes(baseline: Run, here: Run) -> Iterator[str]:
     differences = [
         difference
         for difference in differing_conditions(baseline, here)
-        if not any(name in difference for name in ("'s program ", "'s baseline "))
+        if "'s program " not in difference
     ]
     if differences:
         yield f"differences from the baseline: {'; '.join(differences)}"

@@ -34,7 +34,8 @@ from dpbench.core.metrics import METRICS
 from dpbench.core.settings import declare
 from dpbench.core.subject import subject_from
 from dpbench.results.conditions import differing_conditions
-from dpbench.results.gate import Limit, limited
+from dpbench.results.gate import limited
+from dpbench.results.limits import Limit
 from dpbench.results.rows import NUMBER
 from dpbench.results.run import Run
 from dpbench.results.storage import Storage, readable

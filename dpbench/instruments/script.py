@@ -52,8 +52,6 @@ module.
 class ScriptRun(Program, InstrumentWrapper):
     """An instrument that runs an unmodified script and measures some of its steps."""
 
-    baseline: str | None = None  # name of the baseline script
-
     def check(self) -> None:
         """Raise an error if the script, an option or the instrument cannot be used."""
         if Rank.here():

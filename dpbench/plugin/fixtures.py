@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -17,11 +17,8 @@ from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.core.names import parameters_text
 from dpbench.core.registry import resolve
 from dpbench.core.settings import Settings
-from dpbench.session import read_limits
-
-if TYPE_CHECKING:
-    from dpbench.results.gate import Limit
-    from dpbench.verify.check_result import Check
+from dpbench.results.limits import Limit
+from dpbench.verify.check_result import Check
 
 DEFINED_IN = "dpbench.plugin.each_test"
 """The module that defines all of dpbench's fixtures except ``verify``."""
@@ -189,7 +186,7 @@ def marker_limits(item: pytest.Item) -> list[Limit] | None:
     reason = "write the marker as dpbench(compare_fail=['METRIC:5%'])"
     if not marker.args and set(marker.kwargs) == {"compare_fail"} and isinstance(texts, list):
         try:
-            return read_limits(texts)
+            return [*map(Limit.parse, texts)]
         except ConfigurationError as error:
             reason = str(error)
     pytest.fail(f"dpbench: {reason}", pytrace=False)

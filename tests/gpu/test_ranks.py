@@ -24,6 +24,7 @@ from dpbench.instruments.cupti.ranges import RECEIVED, SENT, payload_of
 from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.timing import Timing
 from dpbench.launch.ranks import on_all_ranks
+from dpbench.results.outcome import Outcome
 from dpbench.training.base import TrainerBase
 from dpbench.training.parallel import all_gather, gathered, rank_and_ranks
 
@@ -55,9 +56,8 @@ class Asked(Timing):
 
     function: str = ""
 
-    def record_case(self, case: Case) -> dict[str, Any]:
-        found: dict[str, Any] = globals()[self.function](case)
-        return found
+    def record_case(self, case: Case) -> Outcome:
+        return Outcome(case, (), details=globals()[self.function](case))
 
 
 def ask(

@@ -13,7 +13,8 @@ import pytest
 
 from dpbench.core.case import AXES, Case
 from dpbench.core.subject import Script
-from dpbench.results.gate import Comparison, Gate, Limit
+from dpbench.results.gate import Comparison, Gate
+from dpbench.results.limits import Limit
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
 from dpbench.results.run import Run

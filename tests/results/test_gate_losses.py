@@ -16,7 +16,8 @@ import pytest
 from dpbench.core.case import Case
 from dpbench.core.metrics import unit
 from dpbench.core.subject import Script
-from dpbench.results.gate import Comparison, Gate, Limit
+from dpbench.results.gate import Comparison, Gate
+from dpbench.results.limits import Limit
 from dpbench.results.outcome import Outcome, document
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement, checked
 from dpbench.results.run import Run

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from dpbench.core.case import PHASES, Case
 from dpbench.core.metrics import unit
-from dpbench.results.gate import Gate, Limit
+from dpbench.results.gate import Gate
 from dpbench.results.kernels import KernelCount, OperatorCount
+from dpbench.results.limits import Limit
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
 from dpbench.results.run import Run

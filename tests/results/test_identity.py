@@ -12,7 +12,8 @@ from dpbench.core.case import AXES
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.metrics import METRICS, Counters, Metric
 from dpbench.core.subject import Script
-from dpbench.results.gate import Gate, Limit
+from dpbench.results.gate import Gate
+from dpbench.results.limits import Limit
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import IDENTITY, NUMBER, STEP, Measurement, checked
 from dpbench.results.run import Run
@@ -33,7 +34,8 @@ sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
 exec(compile(changed, spec.origin, "exec"), vars(module))
 
 from dpbench.core.case import Case
-from dpbench.results.gate import Gate, Limit
+from dpbench.results.gate import Gate
+from dpbench.results.limits import Limit
 from dpbench.results.outcome import Outcome
 from dpbench.results.schema import check_rows
 from dpbench.results.run import Run

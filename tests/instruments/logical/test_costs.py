@@ -22,8 +22,9 @@ from dpbench.instruments.logical.counter import (
     without_data,
 )
 from dpbench.instruments.logical.recorder import freeze_existing_objects
-from dpbench.results.gate import Gate, Limit
+from dpbench.results.gate import Gate
 from dpbench.results.kernels import NO_FLOPS
+from dpbench.results.limits import Limit
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
 from dpbench.results.run import Run

@@ -31,8 +31,9 @@ from dpbench.instruments.logical.counter import RealTensorCounter, without_data
 from dpbench.instruments.logical.logical import Counting, Logical
 from dpbench.instruments.logical.memory import track_resizing
 from dpbench.instruments.logical.recorder import freeze_existing_objects
-from dpbench.results.gate import Gate, Limit
+from dpbench.results.gate import Gate
 from dpbench.results.kernels import OperatorCount
+from dpbench.results.limits import Limit
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP
 from dpbench.results.run import Run
