@@ -8,10 +8,8 @@ Training Procedures", 2018, https://arxiv.org/abs/1812.06210).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dpbench.training.base import Batch, mean_of
 from dpbench.training.clipped_sums import ClippedSumTrainer
@@ -31,11 +29,6 @@ class MicroBatchTrainer(ClippedSumTrainer):
     """
 
     compiles = True
-
-    def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
-        super().__init__(model, batch_size=batch_size, **options)
-        # In bf16, a sum of many gradients would lose most of what later examples add.
-        self.sums_in = torch.promote_types(self.trained[0].dtype, torch.float32)
 
     def train_step(self, batch: Batch) -> Tensor:
         self.begin_step()

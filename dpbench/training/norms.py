@@ -42,8 +42,10 @@ second is the rounding of the update's result. See `sample_bound`.
 
 **If gradients are not kept**, the update computes them again, and rounds three kinds of numbers:
 
-- The update's result is rounded to its dtype. The worst case is added, which is u times the norm,
-  where u is the unit roundoff of this dtype.
+- The update's result is rounded to the dtype of the parameters. Sums are in float32 or wider, so
+  this happens after noise is added. But without noise, the update shall not exceed the threshold
+  either. The worst case is added, which is u times the norm, where u is the unit roundoff of this
+  dtype.
 - Sums over T tokens are rounded. The norm of a sum over some tokens is at most ``(|A| |B|)^½``. The
   added error is this norm times a number of unit roundoffs. In 16 bits and with TF32, tensor cores
   may truncate sums, so 3 T units of float32 are added, which is the worst case. In all other cases,
