@@ -385,7 +385,12 @@ def as_gradient(piece: Tensor, parameter: Any) -> Tensor:
 class ClippedSumTrainer(TrainerBase):
     """Adds noise to sums of clipped gradients, and updates the parameters.
 
-    A subclass clips each example's gradient, and adds the clipped gradients to `sums`.
+    A subclass clips each example's gradient, and adds the clipped gradients to `sums`. An example
+    whose norm is infinite or NaN is dropped: it adds exactly zero, and the noise stays the same.
+
+    Attributes:
+        dropped: how many examples of this rank the last step dropped, an int64 scalar on the device
+            of the parameters. To read it, Python waits for the step. No noise is added to it.
 
     The constructor has the arguments of `TrainerBase`.
 
@@ -401,6 +406,8 @@ class ClippedSumTrainer(TrainerBase):
     adds noise to its share of each sum before the sum is reduced."""
     captured_threshold: Tensor | None = None
     """C as an input of the CUDA graph that is being captured, a float64 scalar; otherwise None."""
+    present: Tensor | None = None
+    """In a CUDA graph with room for more examples, 1 for examples of the batch and 0 for copies."""
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)
@@ -415,6 +422,7 @@ class ClippedSumTrainer(TrainerBase):
         self.sharing = in_buffers(self.trained, self.plain_optimizer)
         self.snapshot = ModelSnapshot(self.model)
         self.correlated = CorrelatedNoise(self.noise_weights)
+        self.dropped = torch.zeros((), dtype=torch.int64, device=self.trained[0].device)
         self._sums: Sums | None = None
         self._reductions: list[Reduction] = []
         together = self.parallel != "none"
@@ -447,18 +455,22 @@ class ClippedSumTrainer(TrainerBase):
             self.model.reshard()  # a forward without a backward leaves the root module gathered
         self.snapshot.check()
         self._sums, self._reductions = None, []
+        self.dropped.zero_()
 
     def factors_for(self, squared_norms: Sequence[Tensor]) -> Tensor:
-        """Return clipping factors ``[B]``.
+        """Return clipping factors ``[B]``, and count the factors that are 0.
 
         Args:
             squared_norms: for each piece of the gradient, such as a layer's, the squared norms of
                 all examples, ``[B]``.
         """
         threshold = self.captured_threshold
-        return clipping_factors(
+        factors = clipping_factors(
             total(squared_norms), self.max_grad_norm if threshold is None else threshold
         )
+        dropped = factors == 0
+        self.dropped += (dropped if self.present is None else dropped * self.present).sum().long()
+        return factors
 
     def reduce(self, buffer: Buffer) -> None:
         """Begin to reduce a complete buffer over the ranks.
