@@ -453,7 +453,7 @@ class ClippedSumTrainer(TrainerBase):
         """Raise if the model has changed, and discard the sums of a failed step."""
         if isinstance(self.model, FSDPModule):
             self.model.reshard()  # a forward without a backward leaves the root module gathered
-        self.snapshot.check()
+        self.snapshot.check(self.plain_optimizer)
         self._sums, self._reductions = None, []
         self.dropped.zero_()
 
