@@ -125,14 +125,14 @@ def test_a_parameter_that_the_optimizer_gets_later_is_refused(trainer: str, opti
     assert all(map(torch.equal, values(hidden), before))
 
 
-@pytest.mark.parametrize("trainer", ["dpsgd", "dpsgd_fgc", "dpsgd_ghost"])
-def test_opacus_raises_for_a_layer_that_is_added_later(trainer: str) -> None:
-    trains = made(trainer)
+def test_opacus_raises_for_a_layer_that_is_added_later() -> None:
+    """With per-sample gradients. Its ghost clipping trains the layer, and `verify` says so."""
+    trains = made("dpsgd")
     trains.train_step(TOKENS)
-    late = nn.Linear(6, 6)
+    late = nn.Linear(2, 2)
     trains.model.append(late)
     trains.plain_optimizer.add_param_group({"params": [*late.parameters()]})
     before = values(late)
-    with pytest.raises(Exception, match=r"."):
+    with pytest.raises(ValueError, match="Per sample gradient not found"):
         trains.train_step(TOKENS)
     assert all(map(torch.equal, values(late), before))
