@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from dpbench.core.errors import ConfigurationError
 from dpbench.training.base import DRAWN_BY, PRIVATE, TrainerBase
 from dpbench.training.correlated_noise import NOISES, CorrelatedNoise
-from dpbench.training.kernels import weighted_sum
-from dpbench.training.norms import GhostNorms, clipping_factors, rounded_down, total
+from dpbench.training.kernels import put_product, weighted_sum
+from dpbench.training.norms import GhostNorms, clipping_factors, total
 from dpbench.training.parallel import broadcast_parameters, own_generator, own_share, rank_and_ranks
 from dpbench.training.phases import phase
 from dpbench.training.refusals import ONLY_GHOST, ModelSnapshot, check_unmixed_layers
@@ -91,27 +91,27 @@ def in_buffers(
 class Sums:
     """Sums of clipped gradients, one for each parameter, as views of buffers.
 
-    A buffer is allocated on first use. By then, some activations may have been freed.
+    The sums are in float32, or in float64 for parameters in float64. If sums were rounded to bf16,
+    one example could change a sum of many similar gradients by several times the clipping
+    threshold.
+
+    A buffer is allocated on first use. By then, some activations may have been freed. Buffers are
+    finished in the order of their numbers, so that all ranks reduce them in the same order.
 
     Args:
         sharing: the parameters of each buffer, from `in_buffers`.
-        dtype: dtype of the sums; None for the dtype of the parameters.
         ranks: number of ranks over which FSDP2 will distribute the sums.
     """
 
-    def __init__(
-        self,
-        sharing: Sequence[Sequence[Tensor]],
-        dtype: torch.dtype | None = None,
-        ranks: int = 1,
-    ) -> None:
-        self._dtype, self._ranks = dtype, ranks
+    def __init__(self, sharing: Sequence[Sequence[Tensor]], ranks: int = 1) -> None:
+        self._ranks = ranks
         self._sharing = dict(enumerate(sharing))
         self._number = {p: n for n, sharing in self._sharing.items() for p in sharing}
         self._made: dict[int, Buffer] = {}
         self._filled: set[Tensor] = set()
         self._closed: set[Tensor] = set()
         self._left = {number: len(sharing) for number, sharing in self._sharing.items()}
+        self._next = 0
 
     def begin_at_zero(self) -> list[Buffer]:
         """Allocate all buffers and fill them with zeros.
@@ -163,17 +163,8 @@ class Sums:
             place.add_(total)
 
     def add_product(self, parameter: Tensor, a: Tensor, b: Tensor) -> None:
-        """Add ``a @ b`` to the sum of a parameter.
-
-        If ``a`` has the dtype of the sum, the product is computed directly in the buffer.
-        """
-        place = self._place(parameter)
-        if place.dtype != a.dtype:
-            self.add(parameter, a @ b)
-        elif self._is_first(parameter):
-            torch.mm(a, b, out=place)
-        else:
-            place.addmm_(a, b)
+        """Add ``a @ b`` to the sum of a parameter. The product is computed in the buffer."""
+        put_product(self._place(parameter), a, b, adds=not self._is_first(parameter))
 
     def add_rows(self, parameter: Tensor, rows: Tensor, totals: Tensor) -> None:
         """Add to rows of the sum of a parameter.
@@ -186,13 +177,14 @@ class Sums:
         place = self._place(parameter)
         if self._is_first(parameter):
             place.zero_()
-        add_rows(place, rows, totals)
+        place.index_add_(0, rows, totals.to(place.dtype))
 
     def _place(self, parameter: Tensor) -> Tensor:
         number = self._number[parameter]
         if number not in self._made:
             sharing = self._sharing[number]
-            self._made[number] = one_buffer(sharing, self._dtype, self._ranks, number)
+            wide = torch.promote_types(sharing[0].dtype, torch.float32)
+            self._made[number] = one_buffer(sharing, wide, self._ranks, number)
         return self._made[number].places[parameter]
 
     def _is_first(self, parameter: Tensor) -> bool:
@@ -202,6 +194,8 @@ class Sums:
 
     def finish(self, parameters: Iterable[Tensor] | None = None) -> Iterator[Buffer]:
         """Finish the sums of some parameters, and yield each buffer whose sums are all finished.
+
+        A buffer is yielded only after all buffers with smaller numbers.
 
         Args:
             parameters: the parameters; None for all parameters. If nothing was added to a
@@ -213,10 +207,10 @@ class Sums:
             if self._is_first(parameter):
                 self._place(parameter).zero_()
             self._closed.add(parameter)
-            number = self._number[parameter]
-            self._left[number] -= 1
-            if not self._left[number]:
-                yield self._made.pop(number)
+            self._left[self._number[parameter]] -= 1
+            while self._left.get(self._next) == 0:
+                self._next += 1
+                yield self._made.pop(self._next - 1)
 
 
 class Factors:
@@ -229,7 +223,6 @@ class Factors:
 
     def __init__(self, exact: Tensor, times: Callable[[Tensor, Tensor], Tensor]) -> None:
         self.exact, self._times = exact, times
-        self._by_token: dict[tuple[torch.dtype, int], Tensor] = {}
         self._last: tuple[Tensor, Tensor] | None = None
 
     def times(self, tensor: Tensor) -> Tensor:
@@ -238,39 +231,6 @@ class Factors:
             self._last = None  # frees the memory before more is allocated
             self._last = tensor, self._times(tensor, self.exact)
         return self._last[1]
-
-    def by_token(self, dtype: torch.dtype, tokens: int) -> Tensor:
-        """Return the factors, rounded down and repeated for each token, ``[B · tokens]``."""
-        if (dtype, tokens) not in self._by_token:
-            rounded = rounded_down(self.exact, dtype)
-            self._by_token[dtype, tokens] = rounded.repeat_interleave(tokens)
-        return self._by_token[dtype, tokens]
-
-
-def add_rows(place: Tensor, rows: Tensor, totals: Tensor) -> None:
-    """Add to rows of a tensor, as in `Sums.add_rows`."""
-    if place.itemsize == 2:  # in bf16, 256 + 1 = 256, so a sum of small numbers would stop growing
-        rows, totals = summed_by_row(rows, totals)
-    place.index_add_(0, rows, totals.to(place.dtype))
-
-
-def summed_by_row(rows: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum the totals of equal row indices in float32.
-
-    The shapes of all tensors are independent of the data, so that a CUDA graph can contain this
-    function. So the results have as many entries as the arguments. The entries that repeated
-    indices leave over have index 0 and a sum of zeros.
-
-    Returns:
-        The distinct indices ``[n]``, and their sums ``[n, columns]``.
-    """
-    order = rows.argsort()
-    rows = rows[order]
-    begins = torch.cat([rows.new_zeros(1), (rows[1:] != rows[:-1]).long()])[: len(rows)]
-    slot = begins.cumsum(0)
-    sums = totals.new_zeros(totals.shape, dtype=torch.float32)
-    sums.index_add_(0, slot, totals[order].float())
-    return torch.zeros_like(rows).index_copy_(0, slot, rows), sums
 
 
 def is_same_memory(one: Tensor, other: Tensor) -> bool:
@@ -322,7 +282,8 @@ class KeptGradients:
         """Add the clipped gradients of all small parameters to ``sums``."""
         while self._joined:
             parameters, samples = self._joined.pop()
-            total = samples.new_empty(samples.shape[1], dtype=parameters[0].dtype)
+            wide = torch.promote_types(parameters[0].dtype, torch.float32)
+            total = samples.new_empty(samples.shape[1], dtype=wide)
             weighted_sum(samples, factors, total)
             sizes = [parameter.numel() for parameter in parameters]
             pieces = total[: sum(sizes)].split(sizes)
@@ -424,7 +385,12 @@ def as_gradient(piece: Tensor, parameter: Any) -> Tensor:
 class ClippedSumTrainer(TrainerBase):
     """Adds noise to sums of clipped gradients, and updates the parameters.
 
-    A subclass clips each example's gradient, and adds the clipped gradients to `sums`.
+    A subclass clips each example's gradient, and adds the clipped gradients to `sums`. An example
+    whose norm is infinite or NaN is dropped: it adds exactly zero, and the noise stays the same.
+
+    Attributes:
+        dropped: how many examples of this rank the last step dropped, an int64 scalar on the device
+            of the parameters. To read it, Python waits for the step. No noise is added to it.
 
     The constructor has the arguments of `TrainerBase`.
 
@@ -435,13 +401,13 @@ class ClippedSumTrainer(TrainerBase):
     labels = PRIVATE
     compiles = False
     noises: tuple[str, ...] = NOISES
-    sums_in: torch.dtype | None = None
-    """Dtype of the sums; None for the dtype of the parameters."""
     draws_in_update = False
     """Whether the trainer adds noise after reductions even under DDP. If False, under DDP each rank
     adds noise to its share of each sum before the sum is reduced."""
     captured_threshold: Tensor | None = None
     """C as an input of the CUDA graph that is being captured, a float64 scalar; otherwise None."""
+    present: Tensor | None = None
+    """In a CUDA graph with room for more examples, 1 for examples of the batch and 0 for copies."""
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)
@@ -456,6 +422,7 @@ class ClippedSumTrainer(TrainerBase):
         self.sharing = in_buffers(self.trained, self.plain_optimizer)
         self.snapshot = ModelSnapshot(self.model)
         self.correlated = CorrelatedNoise(self.noise_weights)
+        self.dropped = torch.zeros((), dtype=torch.int64, device=self.trained[0].device)
         self._sums: Sums | None = None
         self._reductions: list[Reduction] = []
         together = self.parallel != "none"
@@ -474,7 +441,7 @@ class ClippedSumTrainer(TrainerBase):
         """Sums of clipped gradients over the examples of this batch so far."""
         if self._sums is None:
             ranks = rank_and_ranks()[1] if self.parallel == "fsdp2" else 1
-            self._sums = Sums(self.sharing, self.sums_in, ranks)
+            self._sums = Sums(self.sharing, ranks)
         return self._sums
 
     def take_sums(self) -> Sums:
@@ -486,20 +453,24 @@ class ClippedSumTrainer(TrainerBase):
         """Raise if the model has changed, and discard the sums of a failed step."""
         if isinstance(self.model, FSDPModule):
             self.model.reshard()  # a forward without a backward leaves the root module gathered
-        self.snapshot.check()
+        self.snapshot.check(self.plain_optimizer)
         self._sums, self._reductions = None, []
+        self.dropped.zero_()
 
     def factors_for(self, squared_norms: Sequence[Tensor]) -> Tensor:
-        """Return clipping factors ``[B]``.
+        """Return clipping factors ``[B]``, and count the factors that are 0.
 
         Args:
             squared_norms: for each piece of the gradient, such as a layer's, the squared norms of
                 all examples, ``[B]``.
         """
         threshold = self.captured_threshold
-        return clipping_factors(
+        factors = clipping_factors(
             total(squared_norms), self.max_grad_norm if threshold is None else threshold
         )
+        dropped = factors == 0
+        self.dropped += (dropped if self.present is None else dropped * self.present).sum().long()
+        return factors
 
     def reduce(self, buffer: Buffer) -> None:
         """Begin to reduce a complete buffer over the ranks.

@@ -36,7 +36,7 @@ from dpbench.training.clipped_sums import (
     Reduction,
 )
 from dpbench.training.graphs import StepGraphs, recorded_step, signature
-from dpbench.training.kernels import multiplied, multiplied_by_kernel
+from dpbench.training.kernels import multiplied, multiplied_by_kernel, without_dropped
 from dpbench.training.noisy_updates import (
     MergedUpdate,
     Scalars,
@@ -116,6 +116,8 @@ class FusedTrainer(ClippedSumTrainer):
         self._listening = False
         self._uses_are_checked = False
         self.seen: dict[nn.Module, Saved] = {}
+        self._given: set[int] = set()
+        """Memory of inputs of layers that the backward did not need, such as the batch itself."""
         self.rules: dict[nn.Module, Rule[Any]] = {}
         """The rule of each layer, from the first step on."""
         self.tied: dict[Tensor, list[Rule[Any]]] = {}
@@ -332,7 +334,7 @@ class FusedTrainer(ClippedSumTrainer):
     @contextmanager
     def without_parameter_gradients(self) -> Iterator[None]:
         """In this context, keep tensors for clipping, and compute no parameter gradients."""
-        self.seen = {}
+        self.seen, self._given = {}, set()
         self._listening = True
         for parameter in self.trained:
             parameter.requires_grad_(False)
@@ -353,6 +355,9 @@ class FusedTrainer(ClippedSumTrainer):
         if isinstance(rule, UnitRule):
             return self._save_unit(rule, given, options, returned)
         rule.check_call(given, options, returned, self.examples)
+        whole = given[0] if given[0]._base is None else given[0]._base
+        if whole.grad_fn is None:
+            self._given.add(given[0].untyped_storage()._cdata)
         held, shape = [Unchanged(rule, given[0])], returned.shape
         seen = self.seen.setdefault(layer, [])
 
@@ -435,6 +440,8 @@ class FusedTrainer(ClippedSumTrainer):
         norms = kept.squared_norms() + self.squared_norms(seen)
         times = multiplied_by_kernel if self.kernels else multiplied
         factors = Factors(self.factors_for(norms), times)
+        for calls in seen.values():
+            calls[:] = [tuple(self._cleared(t, factors) for t in call) for call in calls]
         kept.add_small(factors.exact, self.sums)
         for layer, rule in self.rules.items():
             kept.add_large(rule.trained.values(), factors.exact, self.sums)
@@ -443,6 +450,14 @@ class FusedTrainer(ClippedSumTrainer):
             if early:
                 waiting = {p for p, rules in self.tied.items() if rules[-1] is not rule}
                 yield from self.sums.finish(p for p in rule.trained.values() if p not in waiting)
+
+    def _cleared(self, tensor: Tensor, factors: Factors) -> Tensor:
+        """Return a layer's input or output gradient without the numbers of dropped examples.
+
+        A tensor that the step itself has made is changed in place, because its backward is over.
+        """
+        is_own = tensor.untyped_storage()._cdata not in self._given
+        return without_dropped(tensor, factors.exact, in_place=is_own)
 
     def squared_norms(self, seen: dict[nn.Module, Saved]) -> list[Tensor]:
         """Return squared norms of the per-sample gradients that are not in memory, each ``[B]``.

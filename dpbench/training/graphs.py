@@ -111,6 +111,7 @@ class StepGraphs:
                         function()
             for _ in self._sum_clipped():
                 pass  # the graphs allocate their own buffers
+            trainer.dropped.zero_()
         torch.cuda.current_stream().wait_stream(side)
 
     def _recorded(self) -> dict[str, Callable[[], None]]:
@@ -290,10 +291,11 @@ class StepGraphs:
         buffers that one graph completes are reduced while the next graph runs.
         """
         self.trainer.captured_threshold = self._threshold
+        self.trainer.present = self._present if self._fills else None
         try:
             return self._captured_clip()
         finally:
-            self.trainer.captured_threshold = None
+            self.trainer.captured_threshold = self.trainer.present = None
 
     def _captured_clip(self) -> Recorded:
         if self._accumulates:

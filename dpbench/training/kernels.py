@@ -281,7 +281,8 @@ def weighted_sum(samples: Tensor, factors: Tensor, out: Tensor) -> None:
 
     Args:
         samples: per-sample gradients, ``[B, n]``.
-        factors: clipping factors, ``[B]``, float32 or wider.
+        factors: clipping factors, ``[B]``, float32 or wider. An example whose factor is 0 adds
+            nothing, even if its gradient is not finite.
         out: receives the sum, ``[n]``, contiguous.
     """
     torch.ops.dpbench.weighted_sum.default(samples, factors, out=out)
@@ -289,7 +290,8 @@ def weighted_sum(samples: Tensor, factors: Tensor, out: Tensor) -> None:
 
 def _weighted_sum(samples: Tensor, factors: Tensor, *, out: Tensor) -> None:
     wide = torch.promote_types(samples.dtype, torch.float32)
-    out.copy_(torch.mv(samples.to(wide).t(), factors.to(wide)))
+    samples = without_dropped(samples, factors, in_place=False).to(wide)
+    out.copy_(torch.mv(samples.t(), factors.to(wide)))
 
 
 def _weighted_sum_on_gpu(samples: Tensor, factors: Tensor, *, out: Tensor) -> None:
@@ -357,6 +359,91 @@ def _(x: Tensor, g: Tensor, eps: float) -> Tensor:
         1 << (width - 1).bit_length(), num_warps=8,
     )  # fmt: skip
     return samples
+
+
+def put_product(total: Tensor, a: Tensor, b: Tensor, *, adds: bool) -> None:
+    """Write the matrix product ``a b`` into a tensor, or add it, with each number rounded once.
+
+    Args:
+        total: ``[I, J]``. For 16-bit factors, it is float32.
+        a: ``[I, K]``.
+        b: ``[K, J]``.
+        adds: whether ``total`` already has numbers, to which the product is added.
+    """
+    if a.dtype == total.dtype:
+        total.addmm_(a, b) if adds else torch.mm(a, b, out=total)
+    elif adds:
+        torch.ops.dpbench.add_product.default(a, b, total)
+    else:
+        torch.ops.dpbench.product.default(a, b, out=total)
+
+
+def _product(a: Tensor, b: Tensor, *, out: Tensor) -> None:
+    if a.is_cuda and a.itemsize == 2:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
+
+
+def _add_product(a: Tensor, b: Tensor, total: Tensor) -> None:
+    if not (a.is_cuda and a.itemsize == 2):
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+        return
+    try:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    except RuntimeError:  # some versions of PyTorch accept only a 16-bit summand
+        total.add_(torch.mm(a, b, out_dtype=total.dtype))
+
+
+torch.library.define("dpbench::product", "(Tensor a, Tensor b, *, Tensor(a!) out) -> ()")
+torch.library.define("dpbench::add_product", "(Tensor a, Tensor b, Tensor(a!) total) -> ()")
+torch.library.impl("dpbench::product", "CompositeExplicitAutograd", _product)
+torch.library.impl("dpbench::add_product", "CompositeExplicitAutograd", _add_product)
+torch.library.register_fake("dpbench::product", lambda a, b, *, out: None)
+torch.library.register_fake("dpbench::add_product", lambda a, b, total: None)
+
+
+@register_flop_formula([torch.ops.dpbench.product, torch.ops.dpbench.add_product])
+def _(a: Any, b: Any, *_: Any, out: Any = None, out_shape: Any = None) -> int:
+    return int(2 * a[0] * a[1] * b[1])
+
+
+def without_dropped(tensor: Tensor, factors: Tensor, *, in_place: bool) -> Tensor:
+    """Return a tensor with zeros for each example whose clipping factor is 0.
+
+    If the tensor may be changed in place, on a GPU only these examples are written, and nothing is
+    read. Index tensors are returned unchanged.
+
+    Args:
+        tensor: ``[B, …]``.
+        factors: ``[B]``.
+        in_place: whether the tensor may be changed, which is possible if it is contiguous.
+    """
+    if not tensor.is_floating_point():
+        return tensor
+    if in_place and tensor.is_contiguous():
+        torch.ops.dpbench.clear_dropped.default(tensor, factors)
+        return tensor
+    return torch.where(factors.view(-1, *[1] * (tensor.dim() - 1)) == 0, 0, tensor)
+
+
+def _clear_dropped(tensor: Tensor, factors: Tensor) -> None:
+    tensor.index_fill_(0, (factors == 0).nonzero().squeeze(1), 0)
+
+
+def _clear_dropped_on_gpu(tensor: Tensor, factors: Tensor) -> None:
+    if tensor.numel():
+        length = tensor.numel() // len(tensor)
+        programs = min(32, -(-length // 1024))  # for each example
+        triton_kernels()["clear_dropped"][programs * len(tensor),](
+            tensor, factors, length, programs, 1024
+        )
+
+
+torch.library.define("dpbench::clear_dropped", "(Tensor(a!) tensor, Tensor factors) -> ()")
+torch.library.impl("dpbench::clear_dropped", "CompositeExplicitAutograd", _clear_dropped)
+torch.library.impl("dpbench::clear_dropped", "CUDA", _clear_dropped_on_gpu)
+torch.library.register_fake("dpbench::clear_dropped", lambda tensor, factors: None)
 
 
 @cache

@@ -8,13 +8,12 @@ Training Procedures", 2018, https://arxiv.org/abs/1812.06210).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dpbench.training.base import Batch, mean_of
 from dpbench.training.clipped_sums import ClippedSumTrainer
+from dpbench.training.kernels import without_dropped
 from dpbench.training.norms import squared_sample_norms
 from dpbench.training.phases import phase
 from dpbench.workloads.base import parts_of
@@ -31,11 +30,6 @@ class MicroBatchTrainer(ClippedSumTrainer):
     """
 
     compiles = True
-
-    def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
-        super().__init__(model, batch_size=batch_size, **options)
-        # In bf16, a sum of many gradients would lose most of what later examples add.
-        self.sums_in = torch.promote_types(self.trained[0].dtype, torch.float32)
 
     def train_step(self, batch: Batch) -> Tensor:
         self.begin_step()
@@ -62,6 +56,7 @@ class MicroBatchTrainer(ClippedSumTrainer):
         gradients = {p: p.grad for p in self.trained if p.grad is not None}
         self.plain_optimizer.zero_grad(set_to_none=True)
         factor = self.factors_for([squared_sample_norms(g[None]) for g in gradients.values()])
-        for parameter, gradient in gradients.items():
+        for parameter, each in gradients.items():
+            gradient = without_dropped(each[None], factor, in_place=True)[0]
             # PyTorch would round a factor without dimensions to the gradient's dtype.
             self.sums.add_multiplied(parameter, gradient, factor.view([1] * gradient.dim()))

@@ -42,8 +42,10 @@ second is the rounding of the update's result. See `sample_bound`.
 
 **If gradients are not kept**, the update computes them again, and rounds three kinds of numbers:
 
-- The update's result is rounded to its dtype. The worst case is added, which is u times the norm,
-  where u is the unit roundoff of this dtype.
+- The update's result is rounded to the dtype of the parameters. Sums are in float32 or wider, so
+  this happens after noise is added. But without noise, the update shall not exceed the threshold
+  either. The worst case is added, which is u times the norm, where u is the unit roundoff of this
+  dtype.
 - Sums over T tokens are rounded. The norm of a sum over some tokens is at most ``(|A| |B|)^½``. The
   added error is this norm times a number of unit roundoffs. In 16 bits and with TF32, tensor cores
   may truncate sums, so 3 T units of float32 are added, which is the worst case. In all other cases,
@@ -62,8 +64,8 @@ second is the rounding of the update's result. See `sample_bound`.
   is 2⁻¹⁰, because the norm is computed from x and g rounded to 11 bits, and the update rounds x and
   c·g.
 
-A NaN in a gradient is not hidden: the norm, the clipping factor and the update also become NaN. If
-a norm is too large for its dtype, the norm is infinite, and the clipping factor is 0.
+If a norm is infinite or NaN, the clipping factor is 0. A norm that is too large for its dtype is
+infinite.
 """
 
 from __future__ import annotations
@@ -268,14 +270,14 @@ class GramSums(NamedTuple):
 
 
 def clipping_factors(squared_norms: Tensor, threshold: float | Tensor) -> Tensor:
-    """Return clipping factors, ``[B]``, rounded down.
+    """Return clipping factors, ``[B]``, rounded down; 0 if a norm is not finite.
 
     Args:
         squared_norms: upper bounds of the examples' squared norms, ``[B]``.
         threshold: C, the clipping threshold.
     """
     exact = (threshold / (squared_norms.double().sqrt() + 1e-6)).clamp(max=1.0)
-    return rounded_down(exact, squared_norms.dtype)
+    return rounded_down(exact.nan_to_num(nan=0.0), squared_norms.dtype)
 
 
 def total(squared_norms: Sequence[Tensor]) -> Tensor:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -24,8 +25,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dpbench.core.errors import ConfigurationError
-from dpbench.training.clipped_sums import Factors, Sums, add_rows
-from dpbench.training.kernels import has_tf32, layer_norm_samples
+from dpbench.training.clipped_sums import Factors, Sums
+from dpbench.training.kernels import has_tf32, layer_norm_samples, weighted_sum
 from dpbench.training.norms import KEPT, Shape, cheapest
 from dpbench.training.parallel import kind_of
 from dpbench.training.refusals import BY_EXAMPLE
@@ -149,8 +150,8 @@ class LinearRule(PairRule[Any]):
                 a, b = b, a
             sums.add_product(self.layer.weight, a.flatten(0, 1).t(), b.flatten(0, 1))
         if self.trains_bias:
-            by_token = factors.by_token(g.dtype, g.shape[1])
-            sums.add(self.layer.bias, torch.mv(g.flatten(0, 1).t(), by_token))
+            samples = g.sum(1, dtype=torch.promote_types(g.dtype, torch.float32))
+            sums.add_written(self.layer.bias, partial(weighted_sum, samples, factors.exact))
 
     def joined(self, seen: Saved) -> tuple[Tensor, Tensor]:
         pairs = [(three_dimensional(x), three_dimensional(g)) for x, g in seen]
@@ -182,8 +183,9 @@ class EmbeddingRule(PairRule[nn.Embedding]):
         ids, g = self.joined([(x, g)])
         rows, examples = self.layer.num_embeddings, len(ids)
         ids = ids + rows * torch.arange(examples, device=ids.device)[:, None]
-        made = g.new_zeros(examples * rows, g.shape[2])
-        add_rows(made, ids.flatten(), g.flatten(0, 1))
+        wide = torch.promote_types(g.dtype, torch.float32)
+        made = g.new_zeros(examples * rows, g.shape[2], dtype=wide)
+        made.index_add_(0, ids.flatten(), g.flatten(0, 1).to(wide))
         return {self.trained["weight"]: made.view(examples, rows, -1)}
 
     def weighted_sums(self, seen: Saved, factors: Factors, sums: Sums) -> None:

@@ -195,6 +195,10 @@ def _about(name: str, layer: nn.Module, words: str, way_out: str = REPLACED) -> 
     return f"Opacus cannot train {which} ({type(layer).__name__}): {words}; {way_out}"
 
 
+EARLIER = "do this before making it"
+"""What works instead of a change of the model after its trainer was made."""
+
+
 class ModelSnapshot:
     """A record of the layers and parameters that a model has when its trainer is made.
 
@@ -208,11 +212,13 @@ class ModelSnapshot:
 
     def __init__(self, model: nn.Module, *, in_place: bool = False) -> None:
         self._members: list[tuple[str, dict[str, object], str, object]] = []
+        self._names: list[tuple[str, Collection[str], set[str]]] = []
         self._parameters: list[tuple[str, Tensor, bool, int | None]] = []
         for path, layer in model.named_modules():
             before = f"{path}." if path else ""
             for kind, own in (("layer", layer._modules), ("parameter", layer._parameters)):
                 members: dict[str, object] = {**own}
+                self._names.append((f"{kind} {before}", own, {*own}))
                 self._members += [
                     (f"{kind} {before}{n}", own, n, member) for n, member in members.items()
                 ]
@@ -220,15 +226,26 @@ class ModelSnapshot:
                 place = memory_of(parameter) if in_place else None
                 self._parameters.append((name, parameter, parameter.requires_grad, place))
 
-    def check(self) -> None:
-        """Raise if the model has changed. The error names the change."""
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if the model has changed, or if its optimizer has parameters that it has not.
+
+        The error names the change.
+        """
         for name, members, own, member in self._members:
             if members.get(own) is not member:
                 raise _changed(name, "replaced", "load_state_dict without assign")
+        for before, names, known in self._names:
+            if len(names) > len(known):
+                raise _changed(before + next(n for n in names if n not in known), "added", EARLIER)
+        parameters = {parameter for _, parameter, _, _ in self._parameters}
+        for number, group in enumerate(optimizer.param_groups):
+            if not parameters.issuperset(group["params"]):
+                what = f"a parameter that is not the model's, in group {number} of the optimizer,"
+                raise _changed(what, "added", "give it to the model earlier")
         for name, parameter, trained, place in self._parameters:
             if parameter.requires_grad is not trained:
                 what = "frozen" if trained else "unfrozen"
-                raise _changed(f"parameter {name}", what, "do this before making it")
+                raise _changed(f"parameter {name}", what, EARLIER)
             if place is not None and memory_of(parameter) != place:
                 how = "change it in place (parameter.copy_(values) under torch.no_grad())"
                 raise _changed(f"parameter {name}", "moved to other memory", how)

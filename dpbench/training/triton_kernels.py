@@ -147,9 +147,22 @@ def weighted_sum(samples, factors, total, length, examples, block: tl.constexpr)
     added = tl.zeros((block,), tl.float32)
     for example in range(examples):
         value = tl.load(samples + at, mask=inside, other=0.0).to(tl.float32)
-        added += value * tl.load(factors + example).to(tl.float32)
+        factor = tl.load(factors + example).to(tl.float32)
+        added += tl.where(factor == 0, 0.0, value * factor)
         samples += length
     tl.store(total + at, added, mask=inside)
+
+
+@triton.jit
+def clear_dropped(tensor, factors, length, programs, block: tl.constexpr):
+    """Write zeros over some blocks of an example, if the example's clipping factor is 0."""
+    example = (tl.program_id(0) // programs).to(tl.int64)
+    if tl.load(factors + example) == 0:
+        tensor += example * length
+        zeros = tl.zeros((block,), tensor.dtype.element_ty)
+        for first in range((tl.program_id(0) % programs) * block, length, programs * block):
+            at = first + tl.arange(0, block)
+            tl.store(tensor + at, zeros, mask=at < length)
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from dpbench.core.errors import ConfigurationError
 from dpbench.training.base import Batch, TrainerBase
 from dpbench.training.parallel import gathered, part_of_rank, rank_and_ranks
 from dpbench.verify.reference import Examples, Gradients
-from dpbench.workloads.base import examples_in
+from dpbench.workloads.base import examples_in, parts_of
 
 ONE_PROCESS: Mapping[str, Any] = MappingProxyType({"parallel": "none", "gpus": 1})
 """Values of the axes ``parallel`` and ``gpus`` of a case that trains in one process."""
@@ -43,6 +43,9 @@ INITIAL_DEVIATION = 0.02
 LoRA matrix of a pair were zero, the other matrix would have no gradient whose clipping can be
 checked."""
 
+MIXED_BY = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""Relative difference from which on an example's loss depends on the other examples."""
+
 Parameters = Mapping[str, nn.Parameter]
 
 
@@ -51,6 +54,8 @@ class TrainedModel:
 
     Attributes:
         reference: the precision of the reference gradients.
+        mixed: how the loss of an example depends on the other examples of its batch; empty if it
+            does not.
         changed_frozen: names of frozen parameters that a step has changed.
         differ_between_ranks: names of parameters that differed between ranks after a step.
         received: the gradients that an optimizer received in the latest step; empty if none
@@ -88,7 +93,7 @@ class TrainedModel:
         self.dtype = self.start[self.trained[0]].dtype
         elements = sum(self.start[name].numel() for name in self.trained)
         self.first_steps = steps if elements > LARGE_MODEL else FIRST_RUN_STEPS
-        self.reference = "float64"
+        self.reference, self.mixed = "float64", ""
         self.changed_frozen: set[str] = set()
         self.differ_between_ranks: set[str] = set()
         self.received: Gradients = {}
@@ -119,6 +124,21 @@ class TrainedModel:
                 "the losses of a batch change each time they are computed, so no gradient can be "
                 "verified: remove the randomness from the model and its losses"
             )
+        try:
+            each = parts_of(batches[0], [1] * examples_in(batches[0]))
+            alone = torch.cat([self._losses(self.model, example).detach() for example in each])
+        except ValueError as error:  # such as that of BatchNorm over one value
+            raise ConfigurationError(
+                f"the model does not run with one example ({error}), so what an example adds to a "
+                f"gradient is not known, and no trainer can be verified on this model"
+            ) from error
+        near = MIXED_BY[dtype]
+        if (differ := ~torch.isclose(once, alone, near, near)).any():
+            i = int(differ.nonzero()[0])
+            self.mixed = (
+                f"the loss of example {i} is {float(alone[i]):.4g} alone and {float(once[i]):.4g} "
+                f"in its batch, so the model or its loss mixes examples, and the trainer trains it"
+            )
         return [Examples.computed(self.model, batch, self._losses) for batch in batches]
 
     def steps(
@@ -144,7 +164,7 @@ class TrainedModel:
         """
         rate = rate or (1 / RATE if self.judges_received else RATE)
         options = {"noise_multiplier": sigma, "max_grad_norm": threshold, "learning_rate": rate}
-        trainer, parameters = self._built(case, seed, **options)
+        trainer, parameters = self.built(case, seed, **options)
         trained = {name: parameters[name] for name in self.trained}
         starts = {name: _local_shard(self.start[name], p) for name, p in parameters.items()}
         before = {name: self.start[name].double() for name in trained}
@@ -164,7 +184,7 @@ class TrainedModel:
                 before = _values_of(trained)
             yield update
 
-    def _built(
+    def built(
         self, case: Case, seed: int, **options: Any
     ) -> tuple[TrainerBase, dict[str, nn.Parameter]]:
         """Build the trainer of a case, and return its parameters by their names in this model."""
@@ -225,7 +245,7 @@ class TrainedModel:
 
         Then the trainer keeps the weights itself, and copies them to the model.
         """
-        trainer, parameters = self._built(case, 0, learning_rate=1 / RATE**3)
+        trainer, parameters = self.built(case, 0, learning_rate=1 / RATE**3)
         with torch.no_grad():
             for parameter in parameters.values():
                 parameter.add_(1)

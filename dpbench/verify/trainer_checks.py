@@ -2,7 +2,8 @@
 
 The batches of a workload need not contain difficult examples. In the linear layer, chosen inputs
 and output gradients make the contributions of an example's tokens to the example's norm cancel, or
-make norms overflow or become NaN. Layers of other kinds are not checked in this way.
+make norms overflow or become NaN. Many examples may also be equal, or a layer be added between two
+steps. Layers of other kinds are not checked in this way.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from dpbench.child.build import build, labels_of, pick_device, workload_of
-from dpbench.core.case import Case
+from dpbench.core.case import MIXED, Case
 from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.core.names import parted, read_parameters
 from dpbench.core.registry import names_of, resolve
@@ -30,7 +31,7 @@ from dpbench.launch.ranks import on_all_ranks
 from dpbench.training.base import Batch
 from dpbench.training.correlated_noise import INDEPENDENT
 from dpbench.training.standard import StandardTrainer
-from dpbench.verify.check_result import IN_RANK_0, NOT_JUDGED, Check
+from dpbench.verify.check_result import IN_RANK_0, NOT_JUDGED, NOTE, Check
 from dpbench.verify.noise import check_noise
 from dpbench.verify.reference import CLIPS, Gradients
 from dpbench.verify.verification import ROUNDED_SIGMA, SIGMA, Verification
@@ -63,9 +64,23 @@ and only a norm that is too small makes a clipped gradient too large."""
 SLACK = 0.1
 """Share of C/B by which `_not_finite` allows an example to exceed C/B, because the gradients of the
 other examples have rounding errors. C is the clipping threshold and B the batch size."""
+OVER_RANKS = "with several ranks: if one rank refused, the others would wait"
+"""Reason why a check is not judged."""
 NOT_FINITE = (math.nan, math.inf, 1e30)
 """Values that replace one element of the inputs or of the output gradients. The square of 1e30
 overflows float32."""
+
+ALIKE = 320
+"""Number of equal examples in `_examples_alike`. Their sum is a number from 256 to 512 times one of
+them. In this range, numbers of 8 bits differ by 2."""
+FRACTIONS = (0.25, 0.75)
+"""Factors of one more example's gradient in `_examples_alike`, one for each pair of steps."""
+ALIKE_SIGMA = 0.02
+"""Noise multiplier in `_examples_alike`. The noise of an element is about 2 times the gradient of
+an example, so that a parameter in 16 bits is rounded up or down by chance."""
+MOST_ALIKE = 1.25
+"""Largest change of the sum in `_examples_alike`. The rounding of 2080 elements changes it by 0.02
+(standard deviation)."""
 
 
 def verify(case: Case, device: str = "auto", *, processes: bool = False) -> list[Check]:
@@ -212,7 +227,9 @@ def check_layer(
     If the trainer cannot train a linear layer, the checks are not judged.
     """
     all_steps = f"{NOISE_STEPS} steps"
-    names = f"gradient: {all_steps}", f"noise: {all_steps}", "tokens alike", "norms not finite"
+    names = [f"gradient: {all_steps}", f"noise: {all_steps}", "tokens alike", "norms not finite"]
+    names.append("layer added later")
+    names += ["examples alike"] * (case.precision in ("bf16", *MIXED))
     try:
         noisy, *others = [
             Verification(layer_case(case, *s), device, clips, weights) for s in SHAPES
@@ -237,7 +254,10 @@ def check_layer(
     else:
         yield Check(names[1], NOT_JUDGED, "", IN_RANK_0)
     yield _tokens_alike(names[2], others)
-    yield _not_finite(names[3], noisy)
+    yield from _not_finite(names[3], noisy)
+    yield _added_later(names[4], noisy)
+    for name in names[5:]:
+        yield _examples_alike(name, noisy)
 
 
 def layer_case(case: Case, length: int, width: int) -> Case:
@@ -297,18 +317,71 @@ def _batch_alike(layer: Verification, size: int, offset: float, *, paired: bool)
     return tuple(t.to(layer.model.device, layer.model.dtype) for t in (inputs, gradients))
 
 
-def _not_finite(name: str, layer: Verification) -> Check:
+def _examples_alike(name: str, layer: Verification) -> Check:
+    """Check that one of many equal examples moves the sum of gradients by at most its own gradient.
+
+    All elements of an example's gradient are 1, or all are 0. A sum that is rounded to bf16 before
+    noise is added would move by twice as much, or not at all. Two steps with the same noise differ
+    in one example. Rounding after noise is added does not change the mean of all elements.
+    """
+    unit = layer.case.micro_batches * layer.case.gpus
+    size = -(-(ALIKE + 2) // unit) * unit
+    case = replace(layer.case, batch_size=size)
+    inputs = torch.ones(size, *SHAPES[0])
+    norm = ((SHAPES[0][1] + 1) * OUT_FEATURES) ** 0.5
+    most = 0.0
+    for fraction in FRACTIONS:
+        means = []
+        for last in (0.0, 1.0):
+            gradients = torch.zeros(size, SHAPES[0][0], OUT_FEATURES)
+            gradients[:ALIKE, 0], gradients[ALIKE, 0], gradients[ALIKE + 1, 0] = 1, fraction, last
+            batch = tuple(t.to(layer.model.device, layer.model.dtype) for t in (inputs, gradients))
+            [step] = layer.model.steps(case, 1, [batch], ALIKE_SIGMA, 2 * norm)
+            means.append(float(torch.cat([g.flatten() for g in step.values()]).mean()))
+        most = max(most, abs(means[1] - means[0]) * size)
+    wrong = [f"one of {ALIKE} equal examples moves their sum by {most:.3g} times its gradient"]
+    found = f"{most:.3g} times its gradient (≤ {MOST_ALIKE:g})"
+    return Check.judged(name, wrong * (not most <= MOST_ALIKE), "", found)
+
+
+def _added_later(name: str, layer: Verification) -> Check:
+    """Check that a layer which model and optimizer get between two steps is not trained unclipped.
+
+    The trainer may refuse the layer, clip its gradient with the others, or not train it.
+    """
+    if layer.case.gpus > 1:
+        return Check(name, NOT_JUDGED, "", OVER_RANKS)
+    first, threshold = layer.batchings[0], layer.below_all
+    options = {"noise_multiplier": 0.0, "max_grad_norm": threshold, "learning_rate": 1.0}
+    trainer, parameters = layer.model.built(first.case, 0, **options)
+    trainer.train_step(first.batches[0])
+    model: Any = trainer.model
+    try:
+        late = nn.Linear(OUT_FEATURES, OUT_FEATURES).to(layer.model.device, layer.model.dtype)
+        model.append(late)
+        trainer.plain_optimizer.add_param_group({"params": [*late.parameters()]})
+        trained = [*parameters.values(), *late.parameters()]
+        before = [p.detach().clone() for p in trained]
+        trainer.train_step(first.batches[0])
+    except Exception as error:
+        return Check.judged(name, [], "", f"refused: {' '.join(str(error).split())[:60]}")
+    moved = {str(i): p.detach() - b for i, (p, b) in enumerate(zip(trained, before, strict=True))}
+    times = _norm(moved) / threshold
+    wrong = [f"a batch moves parameters by {times:.4g} C with a layer that was added later"]
+    return Check.judged(name, wrong * (times > 1 + SLACK), "", f"{times:.4g} C (≤ {1 + SLACK:g})")
+
+
+def _not_finite(name: str, layer: Verification) -> Iterator[Check]:
     """Check that an example whose norm is not finite moves no finite parameter too far.
 
     All elements of parameters that stay finite may together move by at most C/B, the clipping
     threshold divided by the batch size. The trainer may refuse the example, leave the example out,
-    clip its gradient, or make parameters not finite.
+    clip its gradient, or make parameters not finite. A note says that it makes them not finite.
     """
     if layer.case.gpus > 1:
-        return Check(
-            name, NOT_JUDGED, "", "with several ranks: if one rank refused, the others would wait"
-        )
-    wrong, most, threshold = [], 0.0, layer.below_all
+        yield Check(name, NOT_JUDGED, "", OVER_RANKS)
+        return
+    wrong, most, threshold, kept = [], 0.0, layer.below_all, True
     for batching in layer.batchings:
         factors = batching.examples[0].factors(layer.clips, threshold).clone()
         factors[0] = 0
@@ -322,6 +395,7 @@ def _not_finite(name: str, layer: Verification) -> Check:
                 [step] = layer.model.steps(batching.case, 1, [tuple(batch)], 0.0, threshold)
             except Exception:
                 continue  # the trainer refuses the example
+            kept &= all(bool(g.isfinite().all()) for g in step.values())
             moved = {n: (g - others[n]).nan_to_num(0, 0, 0) for n, g in step.items()}
             times = _norm(moved) * batching.case.batch_size / threshold
             most = max(most, times)
@@ -329,7 +403,10 @@ def _not_finite(name: str, layer: Verification) -> Check:
                 where = ("an input", "an output gradient")[which]
                 example = f"an example with {value} in {where}{batching.label}"
                 wrong.append(f"{example} moves finite parameters by {times:.4g} C/B")
-    return Check.judged(name, wrong, "", f"{most:.4g} C/B (≤ {1 + SLACK:g})")
+    yield Check.judged(name, wrong, "", f"{most:.4g} C/B (≤ {1 + SLACK:g})")
+    if not kept:
+        text = "an example with NaN or infinity makes parameters not finite, which shows it"
+        yield Check("example not finite", NOTE, "", text)
 
 
 def _norm(gradients: Gradients) -> float:

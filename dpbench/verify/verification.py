@@ -150,6 +150,9 @@ class Verification:
         """
         model, ranks = self.model, self.case.gpus
         yield Check.judged("reference", [], "", model.reference)
+        yield Check.judged("examples apart", [model.mixed] * bool(model.mixed), "", "alone")
+        if model.mixed:
+            return  # the reference, of one example at a time, is none
         yield self._first_gradient()
         draws = self.draw_all(other_process)
         sigmas = (ROUNDED_SIGMA, ROUNDED_SIGMA, 0.0)

@@ -16,7 +16,9 @@ from dpbench.training.kernels import (
     layer_norm_samples,
     multiplied_by_kernel,
     products,
+    put_product,
     weighted_sum,
+    without_dropped,
 )
 from dpbench.training.norms import squared_norms_of_alike
 from tests.training.test_norms import OURS, alike, norms_of, update_of
@@ -204,6 +206,32 @@ def test_sums_of_kept_gradients_are_those_of_the_cpu(
         torch.finfo(dtype).eps * expected.abs().clamp(min=1) * (1 + examples * (dtype.itemsize > 2))
     )
     assert ((sums.double() - expected).abs() <= off).all()
+
+
+def test_a_dropped_example_adds_nothing_and_is_cleared() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        samples, factors = normal(4, 5000, dtype=dtype), torch.tensor([1, 0, 0.5, 0]).cuda()
+        samples[1::2] = torch.nan
+        expected = samples[0].double() + samples[2].double() / 2
+        sums = torch.empty(
+            5000, dtype=torch.float64 if dtype.itemsize > 4 else torch.float32
+        ).cuda()
+        weighted_sum(samples, factors, sums)
+        torch.testing.assert_close(sums.double(), expected, atol=1e-5, rtol=1e-5)
+        kept = samples[::2].clone()
+        cleared = without_dropped(samples.view(4, 50, 100), factors, in_place=True)
+        assert cleared.data_ptr() == samples.data_ptr()
+        assert not samples[1::2].any()
+        assert torch.equal(samples[::2], kept)
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_products_of_16_bits_are_summed_in_float32(adds: bool) -> None:
+    a, b = normal(1000, 64, dtype=torch.bfloat16).t(), normal(1000, 32, dtype=torch.bfloat16)
+    total = torch.full((64, 32), 1000.0 if adds else torch.nan, device="cuda")
+    put_product(total, a, b, adds=adds)
+    expected = a.double() @ b.double() + 1000.0 * adds
+    torch.testing.assert_close(total.double(), expected, atol=1e-3, rtol=1e-5)
 
 
 def test_gradients_of_more_numbers_than_32_bits_count() -> None:

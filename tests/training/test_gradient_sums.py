@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
+from dpbench import TRAINERS, Workload
 from dpbench.training.clipped_sums import (
     LARGE,
     KeptGradients,
     Sums,
     in_buffers,
-    summed_by_row,
 )
-
-
-@given(st.lists(st.integers(0, 5), max_size=30))
-def test_rows_that_are_named_again_are_summed_and_all_others_are_zeros(named: list[int]) -> None:
-    rows = torch.tensor(named).long()
-    totals = torch.arange(1.0, len(named) + 1)[:, None].repeat(1, 3)
-    expected = torch.zeros(6, 3).index_add_(0, rows, totals)
-    once, sums = summed_by_row(rows, totals.bfloat16())
-    assert torch.equal(torch.zeros(6, 3).index_add_(0, once, sums), expected)
-    assert len(once[sums.any(1)].unique()) == int(sums.any(1).sum()) == len({*named})
 
 
 def test_at_bf16_a_row_named_a_thousand_times_has_the_sum() -> None:
@@ -67,3 +60,55 @@ def test_kept_gradients_are_summed_with_the_whole_factor_and_rounded_once(
         expected = 2 * torch.tensordot(factors.double(), samples.double(), 1)
         off = torch.finfo(dtype).eps * expected.abs().clamp(min=1)
         assert ((places[weight].double() - expected).abs() <= 4 * off).all()
+
+
+class Weighted(Workload):
+    """The loss is the sum of outputs × weights."""
+
+    def model(self) -> nn.Module:
+        return nn.Linear(256, 1)
+
+    def batches(self, batch_size: int) -> list[Any]:
+        return []
+
+    def losses(self, model: Any, batch: Any) -> Tensor:
+        losses: Tensor = (model(batch[0]) * batch[1]).flatten(1).sum(1)
+        return losses
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("trainer", ["fused", "fused:graphs=false,kernels=false", "micro_batch"])
+def test_one_of_many_aligned_examples_moves_the_sum_by_the_threshold(
+    trainer: str, autocast: torch.dtype | None, optimizer: Any
+) -> None:
+    """At bf16, 256 + 1 = 256, and 256 + 1.01 = 258."""
+
+    def total(share: float, examples: int) -> Tensor:
+        model = nn.Linear(256, 1)
+        nn.init.zeros_(model.weight)
+        nn.init.zeros_(model.bias)
+        model.to(torch.float32 if autocast else torch.bfloat16)
+        made = TRAINERS[trainer](
+            model,
+            batch_size=1,
+            workload=Weighted(),
+            optimizer=optimizer,
+            noise_multiplier=0.0,
+            sampling="poisson",
+            autocast=autocast,
+        )
+        made.part_size = 1000  # one part
+        inputs = torch.full((examples, 256), 1 / 16)
+        weights = torch.cat([torch.full((8, 1), share), torch.ones(examples - 8, 1)])
+        seen: list[Tensor] = []
+        made.noisy_step = lambda reductions: seen.extend(
+            view.flatten() for each in reductions for view in each.views(each.wait())
+        )
+        made.train_step((inputs.to(model.weight.dtype), weights.to(model.weight.dtype)))
+        assert {each.dtype for each in seen} == {torch.float32}
+        return torch.cat(seen).double()
+
+    for share in torch.linspace(0.0, 0.9, 4).tolist():
+        moved = total(share, 265) - total(share, 264)
+        assert 0.9 <= float(moved.norm()) <= 1.001

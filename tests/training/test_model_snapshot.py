@@ -48,11 +48,21 @@ def move(model: nn.Module) -> None:
     weight.data = weight.data + 1
 
 
+def add_layer(model: nn.Module) -> None:
+    model.append(nn.Linear(6, 6))
+
+
+def add_to_layer(model: nn.Module) -> None:
+    model[2].register_parameter("scale", nn.Parameter(torch.ones(6)))
+
+
 CHANGES = [
     (assign, "parameter 0.weight was replaced*load_state_dict without assign"),
     (freeze, "parameter 2.bias was frozen*do this before making it"),
     (thaw, "parameter 0.weight was unfrozen*do this before making it"),
     (replace_layer, "layer 4 was replaced*or make a new trainer"),
+    (add_layer, "layer 5 was added*do this before making it"),
+    (add_to_layer, "parameter 2.scale was added*do this before making it"),
 ]
 
 
@@ -100,3 +110,29 @@ def test_values_that_are_loaded_in_place_are_trained_on(trainer: str) -> None:
         return values(trains.model)
 
     assert all(map(torch.equal, trained(restores=True), trained(restores=False)))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+@pytest.mark.parametrize("trainer", [*BOTH, "micro_batch"])
+def test_a_parameter_that_the_optimizer_gets_later_is_refused(trainer: str, optimizer: Any) -> None:
+    trains = made(trainer, optimizer=optimizer)
+    trains.train_step(TOKENS)
+    hidden = nn.Linear(6, 6)  # in a list, which is no part of the model
+    trains.plain_optimizer.add_param_group({"params": [*hidden.parameters()]})
+    before = values(hidden)
+    with pytest.raises(ConfigurationError, match=r"not the model's, in group 1 .* was added"):
+        trains.train_step(TOKENS)
+    assert all(map(torch.equal, values(hidden), before))
+
+
+def test_opacus_raises_for_a_layer_that_is_added_later() -> None:
+    """With per-sample gradients. Its ghost clipping trains the layer, and `verify` says so."""
+    trains = made("dpsgd")
+    trains.train_step(TOKENS)
+    late = nn.Linear(2, 2)
+    trains.model.append(late)
+    trains.plain_optimizer.add_param_group({"params": [*late.parameters()]})
+    before = values(late)
+    with pytest.raises(ValueError, match="Per sample gradient not found"):
+        trains.train_step(TOKENS)
+    assert all(map(torch.equal, values(late), before))

@@ -741,6 +741,75 @@ class Remembers(Workload):
         return losses
 
 
+class Mixes(Workload):
+    """A frozen batch norm in training mode, over ``length`` values of each example."""
+
+    def __init__(self, *, length: int = 5) -> None:
+        self.length = length
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Conv1d(3, 4, 1), nn.BatchNorm1d(4, affine=False), nn.Flatten())
+
+    def batches(self, batch_size: int) -> Iterator[Batch]:
+        while True:
+            yield torch.randn(batch_size, 3, self.length)
+
+    def losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        losses: Tensor = model(batch).sin().flatten(1).sum(1)
+        return losses
+
+
+class OfOneForward(Looped):
+    """Per-sample gradients of the losses of one forward, whose layers may mix examples."""
+
+    def clipped_sum(self, part: Batch, losses: list[Tensor]) -> Gradients:
+        total = {name: torch.zeros_like(p) for name, p in self.trained.items()}
+        parameters = [*self.trained.values()]
+        for loss in (each := self.example_losses(self.model, part)):
+            found = torch.autograd.grad(loss, parameters, retain_graph=True)
+            for name, gradient in self.clip(dict(zip(self.trained, found, strict=True))).items():
+                total[name] += gradient
+        losses.append(each.detach().mean())
+        return total
+
+
+class ByBackward(Looped):
+    """Backward also leaves gradients in layers that the trainer does not know."""
+
+    def clipped_sum(self, part: Batch, losses: list[Tensor]) -> Gradients:
+        total = {name: torch.zeros_like(p) for name, p in self.trained.items()}
+        for example in parts_of(part, [1] * examples_in(part)):
+            loss = self.example_losses(self.model, example).mean()
+            loss.backward()
+            losses.append(loss.detach())
+            found = {name: p.grad for name, p in self.trained.items()}
+            for name, gradient in self.clip(found).items():  # type: ignore[arg-type]
+                total[name] += gradient
+            for parameter in self.trained.values():
+                parameter.grad = None
+        return total
+
+
+class SumsInFloat32(Looped):
+    """Adds noise to sums in float32, and rounds the mean."""
+
+    def train_step(self, batch: Batch) -> Tensor:
+        self.wide = {name: torch.zeros(p.shape) for name, p in self.trained.items()}
+        losses: list[Tensor] = []
+        for _, part in self.parts(batch):
+            self.clipped_sum(part, losses)
+        for name, parameter in self.trained.items():
+            noisy = self.wide[name] + self.deviation * torch.randn(parameter.shape)
+            parameter.grad = self.mean(noisy).to(parameter.dtype)
+        self.plain_optimizer.step()
+        return mean_of(losses)
+
+    def clip(self, gradients: Gradients) -> Gradients:
+        for name, gradient in super().clip({n: g.float() for n, g in gradients.items()}).items():
+            self.wide[name] += gradient
+        return gradients
+
+
 class RefusesNaN(Looped):
     """Raises an error for gradients that are not finite."""
 
@@ -998,6 +1067,8 @@ CLASSES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "SkipsEmpty": ("noise: deviation: embedding.weight: no noise", POISSON),
     "GhostThatDiffers": ("inner.weight: off by 0.", {}),
     "ByBatch": ("the mean of micro-batches' gradients, clipped", {}),
+    "OfOneForward": ("alone and", {"workload": f"{__name__}:Mixes"}),
+    "ByBackward": ("layer added later: a batch moves parameters by", {}),
 }
 """Classes of wrong trainers with the axes of a case, and the check that fails."""
 

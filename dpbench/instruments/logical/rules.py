@@ -50,6 +50,8 @@ In-place scatters
     select all elements. A scatter reads the selected elements only if it accumulates. Out-of-place
     scatters return a whole new tensor and follow the general rule. ``embedding_dense_backward``
     also follows the general rule, because it writes the whole weight gradient including zeros.
+    ``dpbench::clear_dropped`` writes only examples whose gradient is not finite. No example is
+    assumed to be one of these.
 
 Fused kernels
     Attention and the kernels of dpbench's trainers (``dpbench::``) follow the general rule. Without
@@ -311,6 +313,8 @@ def _byte_caps(name: str, given: Mapping[str, Any], out: Any) -> ByteCaps:
         touched = _touched_elements(name, given) * given["self"].itemsize
         accumulates = name in ACCUMULATING or given.get("accumulate") or "reduce" in given
         return ByteCaps({"self": touched if accumulates else 0}, {"self": touched})
+    if name == "dpbench::clear_dropped":
+        return ByteCaps({"tensor": 0}, {"tensor": 0})
     if name in ("nll_loss_forward", "nll_loss2d_forward"):
         return ByteCaps({"self": given["target"].numel() * given["self"].itemsize})
     if name == "fsdp::all_gather_copy_in":

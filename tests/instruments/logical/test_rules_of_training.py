@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dpbench.instruments.logical.counter import without_data
+from dpbench.training.kernels import put_product, without_dropped
 from dpbench.training.phases import observed_step
 from tests.instruments.logical.test_rules import INT64, E, Moved, cost, indices, moved
 
@@ -42,6 +43,20 @@ class TestLossAndNorm:
             with observed_step(counter):
                 y.backward(gradient)
             assert moved(counter) == (E * (2 * n * h + 2 * n + h), E * (n * h + 2 * h))
+
+
+def test_products_into_float32_and_examples_that_are_not_dropped() -> None:
+    n, i, j = 6, 3, 5
+    with without_data() as counter:
+        a, b = (torch.empty(n, each, dtype=torch.bfloat16) for each in (i, j))
+        total, factors = torch.empty(i, j), torch.empty(n)
+        for adds in (False, True):
+            with observed_step(counter):
+                put_product(total, a.t(), b, adds=adds)
+            assert moved(counter) == (2 * n * (i + j) + E * i * j * adds, E * i * j)
+        with observed_step(counter):
+            without_dropped(b, factors, in_place=True)
+        assert moved(counter) == (E * n, 0)
 
 
 def test_group_norm_and_its_backward() -> None:
