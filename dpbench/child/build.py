@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from dpbench.core import gpu
 from dpbench.core.case import MIXED, TRANSFORMER, Case
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.names import parted
+from dpbench.core.names import accepts, parted
 from dpbench.core.registry import OPTIMIZERS, TRAINERS, WORKLOADS, called, check_class
 from dpbench.training.base import OPTIMIZER, Batch, TrainerBase
 from dpbench.training.parallel import part_of_rank, rank_and_ranks
@@ -58,6 +58,7 @@ def build(
     sampled: int = 0,
     seed: int = SEED,
     alone: bool = False,
+    repeatable: bool = True,
     **options: Any,
 ) -> tuple[TrainerBase, list[Batch]]:
     """Build the trainer and the batches of a case on ``device``.
@@ -73,6 +74,8 @@ def build(
             batches have the case's batch size.
         seed: seed of PyTorch's default random number generators.
         alone: whether this process trains whole batches alone, even in a process group.
+        repeatable: whether the trainer gets the seed, too, if its constructor accepts one. If
+            False, the noise of dpbench's trainers is new each time.
         **options: further arguments of the trainer's constructor.
 
     Raises:
@@ -88,9 +91,12 @@ def build(
     workload = workload_of(case)
     model = _model_of(case, workload, device)
     dtype = torch.bfloat16 if case.precision == "bf16" else None
+    named = TRAINERS[case.trainer]
+    if repeatable and callable(named) and accepts(named, "seed"):
+        options["seed"] = seed
     trainer: TrainerBase = called(
         f"trainer {case.trainer}",
-        TRAINERS[case.trainer],
+        named,
         TrainerBase,
         TRAINER,
         model.to(dtype),

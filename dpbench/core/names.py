@@ -133,6 +133,12 @@ def arguments(
     }
 
 
+def accepts(named: Any, name: str) -> bool:
+    """Return True if a class or function has a keyword argument, or accepts other names, too."""
+    types, takes_any = _keywords(named)
+    return takes_any or name in types
+
+
 def _keywords(named: Any) -> tuple[dict[str, Any], bool]:
     """Return the types of a class's keyword arguments, and True if it also accepts other names.
 

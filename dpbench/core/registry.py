@@ -247,6 +247,7 @@ TRAINERS = Registry(
         "model",
         "batch_size",
         "optimizer",
+        "seed",
         "workload",
         "micro_batches",
         "autocast",

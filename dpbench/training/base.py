@@ -74,12 +74,16 @@ class TrainerBase(ABC):
         noise: ``independent`` noise in each step, or ``banded`` noise, which is correlated over
             steps.
         bands: see `dpbench.training.correlated_noise.weights_of`.
-        noise_steps: the argument ``steps`` of `dpbench.training.correlated_noise.weights_of`.
+        noise_steps: the argument ``steps`` of `dpbench.training.correlated_noise.weights_of`. If
+            noise is correlated, a later step raises `ConfigurationError`.
         sampling: ``fixed``, or ``poisson`` for batches with any number of examples, including 0.
         autocast: the 16-bit type of ``torch.autocast`` for the losses; None for no autocast. With
             float16, `StandardTrainer` scales the losses with a ``GradScaler``, and private trainers
             raise.
         parallel: how ranks share a step, see `dpbench.core.case.PARALLELS`.
+        seed: makes the noise of dpbench's trainers repeatable, and therefore not private: a
+            restart with the same seed adds the same noise to other gradients. All ranks use the
+            seed of rank 0. None draws a new key from the operating system.
     """
 
     labels: Mapping[str, str] = MappingProxyType({})
@@ -110,6 +114,7 @@ class TrainerBase(ABC):
         noise: str = "independent",
         bands: int = 1,
         noise_steps: int = 1000,
+        seed: int | None = None,
     ) -> None:
         check_numbers(batch_size, micro_batches, noise_multiplier, max_grad_norm, learning_rate)
         self.autocast = autocast
@@ -126,6 +131,7 @@ class TrainerBase(ABC):
         self.joint_batch_size = batch_size * ranks
         self.noise_multiplier = noise_multiplier
         self.max_grad_norm = max_grad_norm
+        self.seed, self.noise_steps = seed, noise_steps
         self.noise_weights = weights_of(noise, bands, noise_steps)
         if self.noise_weights != INDEPENDENT:
             if noise not in self.noises or parallel != "none":

@@ -421,12 +421,11 @@ class ClippedSumTrainer(TrainerBase):
         check_alike(self.trained)
         self.sharing = in_buffers(self.trained, self.plain_optimizer)
         self.snapshot = ModelSnapshot(self.model)
-        self.correlated = CorrelatedNoise(self.noise_weights)
+        self.correlated = CorrelatedNoise(self.noise_weights, self.noise_steps)
         self.dropped = torch.zeros((), dtype=torch.int64, device=self.trained[0].device)
         self._sums: Sums | None = None
         self._reductions: list[Reduction] = []
-        together = self.parallel != "none"
-        self.generator = own_generator(self.trained[0].device) if together else None
+        self.generator = own_generator(self.trained[0].device, self.seed, self.parallel)
 
     def distribute(self, model: nn.Module) -> nn.Module:
         if self.parallel == "fsdp2":

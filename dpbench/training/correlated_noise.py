@@ -7,7 +7,7 @@ drawn in step t. Negative weights let later steps cancel part of the noise of ea
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable, Sequence
 
 import numpy as np
@@ -75,6 +75,15 @@ def whitening(weights: Sequence[float], steps: int) -> list[float]:
     return coefficients
 
 
+def check_step(before: int, steps: int) -> None:
+    """Raise if ``before`` steps were taken, and the sensitivity is that of no more steps."""
+    if before >= steps:
+        raise ConfigurationError(
+            f"step {before + 1} has too little correlated noise, which was scaled for {steps} "
+            f"steps; set noise_steps to the number of steps of the whole training"
+        )
+
+
 class CorrelatedNoise:
     """Draws noise that is correlated over steps, and keeps the samples of earlier steps in memory.
 
@@ -82,10 +91,12 @@ class CorrelatedNoise:
 
     Args:
         weights: the weights from `weights_of`, at least two.
+        steps: the argument ``steps`` of `weights_of`.
     """
 
-    def __init__(self, weights: Sequence[float]) -> None:
-        self._weights = weights
+    def __init__(self, weights: Sequence[float], steps: int) -> None:
+        self._weights, self._steps = weights, steps
+        self._drawn = Counter[Hashable]()
         self._earlier: dict[Hashable, deque[Tensor]] = {}
 
     def draw(
@@ -102,7 +113,12 @@ class CorrelatedNoise:
             deviation: standard deviation of the normal sample z that this step draws.
             key: identifies the noise. Later steps must pass the same key for the same noise.
             generator: draws z; None for PyTorch's default generator.
+
+        Raises:
+            ConfigurationError: this step is one too many, see `check_step`.
         """
+        check_step(self._drawn[key], self._steps)
+        self._drawn[key] += 1
         wide = torch.promote_types(like.dtype, torch.float32)
         z = torch.empty(like.shape, dtype=wide, device=like.device)
         z.normal_(std=deviation, generator=generator)

@@ -38,7 +38,7 @@ from torch.distributed.fsdp import fully_shard
 from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.training.base import DRAWN_BY, PRIVATE, Batch, TrainerBase, mean_of
 from dpbench.training.correlated_noise import NOISES, CorrelatedNoise
-from dpbench.training.parallel import mesh_of_all
+from dpbench.training.parallel import mesh_of_all, own_generator
 from dpbench.training.phases import in_phase, phase
 from dpbench.training.refusals import (
     ONLY_GHOST,
@@ -64,10 +64,10 @@ def mark_phases(optimizer: DPOptimizer) -> None:
             setattr(optimizer, method, in_phase(name, getattr(optimizer, method)))
 
 
-def correlate_noise(optimizer: DPOptimizer, weights: Sequence[float]) -> None:
+def correlate_noise(optimizer: DPOptimizer, weights: Sequence[float], steps: int) -> None:
     """Make Opacus's optimizer add correlated noise with these weights."""
     deviation = optimizer.noise_multiplier * optimizer.max_grad_norm
-    correlated = CorrelatedNoise(weights)
+    correlated = CorrelatedNoise(weights, steps)
 
     def add_noise() -> None:
         for parameter in optimizer.params:
@@ -110,8 +110,10 @@ class OpacusTrainer(TrainerBase):
             refuse_strided_inputs(self.model)
         self.grad_sample_module = self.wrap()
         self.optimizer = self.private_optimizer()
+        device = self.optimizer.params[0].device
+        self.optimizer.generator = own_generator(device, self.seed, self.parallel)
         if len(self.noise_weights) > 1:
-            correlate_noise(self.optimizer, self.noise_weights)
+            correlate_noise(self.optimizer, self.noise_weights, self.noise_steps)
         mark_phases(self.optimizer)
 
     def distribute(self, model: nn.Module) -> nn.Module:

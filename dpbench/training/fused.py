@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
@@ -35,8 +35,10 @@ from dpbench.training.clipped_sums import (
     KeptGradients,
     Reduction,
 )
+from dpbench.training.correlated_noise import check_step
 from dpbench.training.graphs import StepGraphs, recorded_step, signature
 from dpbench.training.kernels import multiplied, multiplied_by_kernel, without_dropped
+from dpbench.training.noise_stream import NoiseStream
 from dpbench.training.noisy_updates import (
     MergedUpdate,
     Scalars,
@@ -46,7 +48,7 @@ from dpbench.training.noisy_updates import (
     why_not,
 )
 from dpbench.training.norms import GRADIENT, KEPT, PRODUCTS, GhostNorms
-from dpbench.training.parallel import rank_and_ranks, sharded
+from dpbench.training.parallel import sharded
 from dpbench.training.per_layer import PairRule, Rule, Saved, can_be_tied
 from dpbench.training.phases import phase
 from dpbench.training.plan import TOLERANCES, Plan, Probe, expand
@@ -69,7 +71,7 @@ class FusedTrainer(ClippedSumTrainer):
     `dpbench.training.noisy_updates` names, and under FSDP2 for all optimizers except plain SGD.
     Every optimizer works if its ``step`` needs no closure.
 
-    Under DDP, all ranks draw the same noise from the same seeds. So no noise is sent, and every
+    Under DDP, all ranks draw the same noise from the same key. So no noise is sent, and every
     rank knows the noise. Under FSDP2, each rank draws the noise for its shards, which stay outside
     flat buffers.
 
@@ -180,7 +182,7 @@ class FusedTrainer(ClippedSumTrainer):
     # --- noise and update ------------------------------------------------------------------------
 
     def _merge_update(self) -> None:
-        """Let the update draw the noise if possible, and give each buffer a seed."""
+        """Let the update draw the noise if possible, and prepare the stream of random numbers."""
         self._warned: set[str] = set()
         why = why_not(self.plain_optimizer)
         if self.parallel == "fsdp2" and not is_plain(self.plain_optimizer):
@@ -189,25 +191,15 @@ class FusedTrainer(ClippedSumTrainer):
             self.labels = {**self.labels, "noise": "in the update"}
             if self.parallel != "fsdp2":
                 self._update = MergedUpdate(self.sharing)
-        self._seed_buffers()
-
-    def _seed_buffers(self) -> None:
-        """Give each buffer a seed. Under FSDP2, the seeds differ between ranks."""
-        number, (rank, ranks) = len(self.sharing), rank_and_ranks()
-        seeds = (torch.randint(2**62, ()) + torch.arange(number)).to(self.trained[0].device)
-        if self.parallel != "none":
-            distributed.broadcast(seeds, 0)
         if self.parallel == "ddp":
-            self.labels = {**self.labels, DRAWN_BY: "every rank, all from one seed"}
-        self.seeds, self._seeds_of_a_step = seeds, number
-        self._steps, bands = 0, len(self.noise_weights)
+            self.labels = {**self.labels, DRAWN_BY: "every rank, all from one key"}
+        device, bands = self.trained[0].device, len(self.noise_weights)
+        self.stream = NoiseStream(len(self.sharing), device, self.seed, self.parallel)
         # Row i contains the weights for step i. The last row is also used in all later steps. Steps
         # before the first step get the weight 0.
-        weights = seeds.new_tensor(self.noise_weights, dtype=torch.float32) / self.noise_weights[0]
-        self._weights = weights.expand(bands, bands).tril()
-        self._ages = number * torch.arange(bands, device=seeds.device)
-        if self.parallel == "fsdp2":
-            self.seeds, self._seeds_of_a_step = seeds + rank * number, ranks * number
+        weights = torch.tensor(self.noise_weights, dtype=torch.float32, device=device)
+        weights /= self.noise_weights[0]
+        self._steps, self._weights = 0, weights.expand(bands, bands).tril()
 
     @torch.no_grad()
     def noisy_step(self, reductions: Sequence[Reduction]) -> None:
@@ -216,10 +208,9 @@ class FusedTrainer(ClippedSumTrainer):
             super().noisy_step(reductions)
             return
         deviation = self.noise_multiplier * self.max_grad_norm * self.noise_weights[0]
-        self.seeds += self._seeds_of_a_step  # new seeds, which only correlated noise uses again
-        seeds, weights = self.seeds.unbind(), None
+        streams, weights = self.stream.next_step(), None
         if len(self.noise_weights) > 1:
-            seeds = (self.seeds[:, None] - self._ages).unbind()
+            check_step(self._steps, self.noise_steps)
             weights = self._weights[min(self._steps, len(self._weights) - 1)]
         self._steps += 1
         updates: list[Callable[..., None]] | str = ""
@@ -231,7 +222,7 @@ class FusedTrainer(ClippedSumTrainer):
         if self.parallel == "fsdp2" and is_plain(self.plain_optimizer):
             with phase("optimizer"):
                 for each in reductions:
-                    self._update_shards(each, seeds[each.number], deviation)
+                    self._update_shards(each, streams[each.number], deviation)
         elif isinstance(updates, str):
             if updates and updates not in self._warned:
                 self._warned.add(updates)
@@ -243,7 +234,7 @@ class FusedTrainer(ClippedSumTrainer):
                 for each in reductions:
                     noisy_mean(
                         each.wait(),
-                        seeds[each.number],
+                        streams[each.number],
                         deviation,
                         1 / self.joint_batch_size,
                         weights,
@@ -252,9 +243,9 @@ class FusedTrainer(ClippedSumTrainer):
         else:
             with phase("optimizer"):
                 for each in reductions:
-                    updates[each.number](each.wait(), seeds[each.number], weights=weights)
+                    updates[each.number](each.wait(), streams[each.number], weights=weights)
 
-    def _update_shards(self, reduction: Reduction, seed: Tensor, deviation: float) -> None:
+    def _update_shards(self, reduction: Reduction, stream: Tensor, deviation: float) -> None:
         """Update this rank's shards by plain SGD with noise."""
         rate = self.plain_optimizer.param_groups[0]["lr"]
         scalars = Scalars(deviation, 1 / self.joint_batch_size, rate)
@@ -262,10 +253,10 @@ class FusedTrainer(ClippedSumTrainer):
         shards = [parameter.to_local() for parameter in reduction.parameters]
         if len(shards) > 1:  # shards of small parameters, which are not contiguous in memory
             change = torch.zeros_like(gradient)
-            noisy_update(change, [], gradient, seed, "plain", scalars)
+            noisy_update(change, [], gradient, stream, "plain", scalars)
             torch._foreach_add_(shards, reduction.views(change))
         elif length := shards[0].numel():
-            noisy_update(shards[0].view(-1), [], gradient[:length], seed, "plain", scalars)
+            noisy_update(shards[0].view(-1), [], gradient[:length], stream, "plain", scalars)
 
     # --- step ------------------------------------------------------------------------------------
 

@@ -1,15 +1,14 @@
 """Operators that draw noise and add it at once, and updates that also take the optimizer's step.
 
-The operators are in Triton for a GPU and in PyTorch for a CPU. Both operators add ``deviation × z``
-to a sum of clipped gradients, where z is standard normal. On a GPU, a Triton kernel draws z with
-the generator Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). On a CPU,
-and for float64, PyTorch's generator draws z. The seed is an int64, and each step has a new seed. If
-both operators get the same seed on the same device, they draw the same z. The operators compute in
-float32 or wider, and round each result once.
+The operators are in Triton for a GPU and in PyTorch for a CPU and for float64. Both operators add
+``deviation × z`` to a sum of clipped gradients, where z is standard normal. A stream of random
+numbers (`dpbench.training.noise_stream`) determines z. If operators get the same stream, they draw
+the same z, on a GPU and on a CPU up to rounding. The operators compute in float32 or wider, and
+round each result once.
 
 Noise that is correlated over steps (`dpbench.training.correlated_noise`) is not kept in memory.
-Instead, the noise of earlier steps is drawn again from the earlier seeds. Then z is the weighted
-sum ``w[0] × z(seed[0]) + w[1] × z(seed[1]) + …``, where seed[0] is the seed of this step.
+Instead, the noise of earlier steps is drawn again. Then z is the weighted sum ``w[0] × z(step) +
+w[1] × z(step - 1) + …``.
 """
 
 from __future__ import annotations
@@ -23,6 +22,10 @@ from torch import Tensor
 
 from dpbench.training.clipped_sums import Buffer, groups_of, one_buffer
 from dpbench.training.kernels import triton_kernels
+from dpbench.training.noise_stream import BLOCK, MOST_ELEMENTS, normal_numbers
+
+WARPS = 4
+"""Number of warps of the kernel's programs."""
 
 
 class Scalars(NamedTuple):
@@ -56,7 +59,7 @@ def noisy_update(
     parameters: Tensor,
     moments: Sequence[Tensor],
     gradient: Tensor,
-    seed: Tensor,
+    stream: Tensor,
     formula: str,
     scalars: Scalars,
     weights: Tensor | None = None,
@@ -71,52 +74,52 @@ def noisy_update(
         parameters: the parameters, ``[n]``; changed in place.
         moments: the formula's moving averages, each ``[n]``; changed in place.
         gradient: the sum of clipped gradients, ``[n]``.
-        seed: seed of the noise, int64. With ``weights``, it has one seed for each weight.
+        stream: an element of `dpbench.training.noise_stream.NoiseStream.next_step`, ``[6]`` int64.
         formula: ``plain``, ``momentum``, ``nesterov`` or ``adam``.
         scalars: the scalars of the update.
-        weights: for each seed, the weight of its noise, float32; None for one seed. The first
-            weight is 1.
+        weights: weights of the noise of this step, of the step before, and so on, ``[bands]``
+            float32; None for the noise of this step alone. The first weight is 1.
     """
-    torch.ops.dpbench.noisy_update(parameters, moments, gradient, seed, formula, scalars, weights)
+    torch.ops.dpbench.noisy_update(parameters, moments, gradient, stream, formula, scalars, weights)
 
 
 def noisy_mean(
-    gradient: Tensor, seed: Tensor, deviation: float, scale: float, weights: Tensor | None = None
+    gradient: Tensor, stream: Tensor, deviation: float, scale: float, weights: Tensor | None = None
 ) -> None:
     """Replace ``gradient`` by ``scale`` × (gradient + ``deviation`` × noise), in place."""
-    torch.ops.dpbench.noisy_mean(gradient, seed, deviation, scale, weights)
+    torch.ops.dpbench.noisy_mean(gradient, stream, deviation, scale, weights)
 
 
 def _noisy(
-    gradient: Tensor, seed: Tensor, deviation: float, scale: float, weights: Tensor | None
+    gradient: Tensor, stream: Tensor, deviation: float, scale: float, weights: Tensor | None
 ) -> Tensor:
-    device, wide = gradient.device, torch.promote_types(gradient.dtype, torch.float32)
+    wide = torch.promote_types(gradient.dtype, torch.float32)
     factors = [1.0] if weights is None else weights.tolist()
+    length = checked_length(gradient)
     total = gradient.to(wide, copy=True)
-    for each, weight in zip(seed.view(-1).tolist(), factors, strict=True):
-        generator = torch.Generator(device).manual_seed(each)
-        noise = torch.randn(gradient.shape, generator=generator, device=device, dtype=wide)
+    for age, weight in enumerate(factors):
+        noise = normal_numbers(stream, length, wide, age)
         total.add_(noise, alpha=deviation * weight)
     return total.mul_(scale)
 
 
 def _mean(
-    gradient: Tensor, seed: Tensor, deviation: float, scale: float, weights: Tensor | None = None
+    gradient: Tensor, stream: Tensor, deviation: float, scale: float, weights: Tensor | None = None
 ) -> None:
-    gradient.copy_(_noisy(gradient, seed, deviation, scale, weights))
+    gradient.copy_(_noisy(gradient, stream, deviation, scale, weights))
 
 
 def _update(
     parameters: Tensor,
     moments: Sequence[Tensor],
     gradient: Tensor,
-    seed: Tensor,
+    stream: Tensor,
     formula: str,
     scalars: Sequence[float],
     weights: Tensor | None = None,
 ) -> None:
     n = Scalars(*scalars)
-    change = _noisy(gradient, seed, n.deviation, n.scale, weights)
+    change = _noisy(gradient, stream, n.deviation, n.scale, weights)
     value = parameters.to(change.dtype)
     change = change + n.decay * value
     if formula != "plain":
@@ -131,38 +134,46 @@ def _update(
     parameters.copy_(n.shrink * value - n.rate * change)
 
 
+def checked_length(gradient: Tensor) -> int:
+    """Return the number of a buffer's elements, or raise if there is no noise for so many."""
+    if gradient.numel() > MOST_ELEMENTS:
+        raise ValueError(f"a buffer has {gradient.numel()} elements, and noise for {MOST_ELEMENTS}")
+    return gradient.numel()
+
+
 def _launch(
     flats: Sequence[Tensor],
-    seed: Tensor,
+    stream: Tensor,
     formula: str,
     scalars: Sequence[float],
     weights: Tensor | None,
 ) -> None:
-    if blocks := -(-flats[-1].numel() // 4096):
-        kernel, bands = triton_kernels()["noisy_update"], seed.numel()
-        # The kernel reads no weights for one seed.
-        factors = seed if weights is None else weights
-        length = flats[-1].numel()
-        kernel[blocks,](*flats, length, seed, factors, *scalars, formula, 1024, bands, num_warps=8)
+    length = checked_length(flats[-1])
+    if programs := -(-length // (16 * BLOCK)):
+        kernel, bands = triton_kernels()["noisy_update"], 1 if weights is None else len(weights)
+        factors = stream if weights is None else weights  # for one band, none is read
+        kernel[programs,](
+            *flats, length, stream, factors, *scalars, formula, BLOCK, bands, num_warps=WARPS
+        )
 
 
 def _mean_on_gpu(
-    gradient: Tensor, seed: Tensor, deviation: float, scale: float, weights: Tensor | None = None
+    gradient: Tensor, stream: Tensor, deviation: float, scale: float, weights: Tensor | None = None
 ) -> None:
-    _launch([gradient] * 4, seed, "mean", Scalars(deviation, scale), weights)
+    _launch([gradient] * 4, stream, "mean", Scalars(deviation, scale), weights)
 
 
 def _update_on_gpu(
     parameters: Tensor,
     moments: Sequence[Tensor],
     gradient: Tensor,
-    seed: Tensor,
+    stream: Tensor,
     formula: str,
     scalars: Sequence[float],
     weights: Tensor | None = None,
 ) -> None:
     first, second = [*moments, parameters, parameters][:2]  # the kernel reads no missing moments
-    _launch([parameters, first, second, gradient], seed, formula, scalars, weights)
+    _launch([parameters, first, second, gradient], stream, formula, scalars, weights)
 
 
 def _define(
@@ -181,13 +192,13 @@ def _define(
 
 _define(
     "noisy_mean",
-    "Tensor(a!) gradient, Tensor seed, float deviation, float scale, Tensor? weights=None",
+    "Tensor(a!) gradient, Tensor stream, float deviation, float scale, Tensor? weights=None",
     _mean,
     _mean_on_gpu,
 )
 _define(
     "noisy_update",
-    "Tensor(a!) parameters, Tensor(b!)[] moments, Tensor gradient, Tensor seed, str formula, "
+    "Tensor(a!) parameters, Tensor(b!)[] moments, Tensor gradient, Tensor stream, str formula, "
     "float[] scalars, Tensor? weights=None",
     _update,
     _update_on_gpu,
@@ -252,7 +263,7 @@ class MergedUpdate:
     ) -> list[Callable[..., None]] | str:
         """Return the next step's update of each buffer, or why the step cannot be merged.
 
-        An update is `noisy_update`, called with the gradient, the seed and ``weights``.
+        An update is `noisy_update`, called with the gradient, the stream and ``weights``.
 
         Args:
             optimizer: the optimizer. For Adam and AdamW, the count of steps is increased.

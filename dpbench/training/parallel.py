@@ -7,6 +7,9 @@ mean of the ranks' mean gradients is the mean gradient of the whole batch.
 from __future__ import annotations
 
 import atexit
+import hashlib
+import secrets
+import struct
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any
@@ -118,11 +121,38 @@ def own_share(gradient: Tensor) -> Tensor:
     return gradient.tensor_split(ranks)[rank]
 
 
-def own_generator(device: torch.device) -> torch.Generator:
-    """Return a generator whose seed differs between ranks, even if their global seeds are equal."""
-    seed = torch.randint(2**62, (1,)).to(device)
-    distributed.broadcast(seed, 0)
-    return torch.Generator(device).manual_seed(int(seed) + rank_and_ranks()[0])
+def shared_key(seed: int | None, device: torch.device, parallel: str) -> Tensor:
+    """Return a key of 256 bits, ``[4]`` int64. All ranks get the key of rank 0.
+
+    Without a seed, the key is random, and new in each process. A key from a seed is repeatable.
+    """
+    key = secrets.token_bytes(32)
+    if seed is not None:
+        key = hashlib.sha256(f"dpbench's noise from seed {seed}".encode()).digest()
+    words = torch.tensor(struct.unpack("<4q", key), device=device)
+    if parallel != "none":
+        distributed.broadcast(words, 0)
+    return words
+
+
+class OwnGenerator(torch.Generator):
+    """A generator whose copies, also those from a file, have new random seeds."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return own_generator, (self.device,)
+
+
+def own_generator(
+    device: torch.device, seed: int | None = None, parallel: str = "none"
+) -> torch.Generator:
+    """Return a generator whose seed differs between ranks, see `shared_key`.
+
+    Of the key, the generator keeps 64 bits on a GPU and 32 bits on a CPU, and neither Philox nor
+    the Mersenne Twister is cryptographically secure. So this noise is weaker than that of
+    `dpbench.training.noise_stream`.
+    """
+    key = int(shared_key(seed, device, parallel)[0])
+    return OwnGenerator(device).manual_seed(key + rank_and_ranks()[0])
 
 
 # --- messages between ranks --------------------------------------------------------------------

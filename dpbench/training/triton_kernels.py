@@ -1,4 +1,5 @@
 # mypy: ignore-errors
+# ruff: noqa: RUF005, because Triton unpacks no tuples
 # Triton compiles these functions from their source, and has its own types.
 """Triton kernels of the operators that add noise, sum gradients or compute norms."""
 
@@ -189,6 +190,63 @@ def layer_norm_samples(
 
 
 @triton.jit
+def rotated(x, by: tl.constexpr):
+    """Rotate words to the left, which a GPU does in one instruction."""
+    return (x << by) | (x >> (32 - by))
+
+
+@triton.jit
+def quarter_round(a, b, c, d):
+    """Mix four words of the state of ChaCha."""
+    a += b
+    d = rotated(d ^ a, 16)
+    c += d
+    b = rotated(b ^ c, 12)
+    a += b
+    d = rotated(d ^ a, 8)
+    c += d
+    b = rotated(b ^ c, 7)
+    return a, b, c, d
+
+
+@triton.jit
+def added(ours, others, weight):
+    """Add weight × other number to each of 16 numbers."""
+    sums = ()
+    for i in tl.static_range(16):
+        sums = sums + (ours[i] + weight * others[i],)
+    return sums
+
+
+@triton.jit
+def random_words(stream, age, place, rounds: tl.constexpr):
+    """Compute the 16 words of `dpbench.training.noise_stream.chacha` for each block in ``place``.
+
+    The rounds are a loop, because Triton's passes would take minutes for so many operations.
+    """
+    none = tl.zeros_like(place)
+    step = tl.load(stream + 5) - age
+    words = (none + 0x61707865, none + 0x3320646E, none + 0x79622D32, none + 0x6B206574)
+    for i in tl.static_range(4):
+        pair = tl.load(stream + i)
+        words = words + (none + pair.to(tl.uint32), none + (pair >> 32).to(tl.uint32))
+    words = words + (place, none + tl.load(stream + 4).to(tl.uint32))
+    words = words + (none + step.to(tl.uint32), none + (step >> 32).to(tl.uint32))
+    a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3 = words
+    for _ in range(rounds // 2):
+        a0, b0, c0, d0 = quarter_round(a0, b0, c0, d0)
+        a1, b1, c1, d1 = quarter_round(a1, b1, c1, d1)
+        a2, b2, c2, d2 = quarter_round(a2, b2, c2, d2)
+        a3, b3, c3, d3 = quarter_round(a3, b3, c3, d3)
+        a0, b1, c2, d3 = quarter_round(a0, b1, c2, d3)
+        a1, b2, c3, d0 = quarter_round(a1, b2, c3, d0)
+        a2, b3, c0, d1 = quarter_round(a2, b3, c0, d1)
+        a3, b0, c1, d2 = quarter_round(a3, b0, c1, d2)
+    mixed = (a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3)
+    return added(words, mixed, 1)
+
+
+@triton.jit
 def normal_pair(a, b):
     """Compute two normal numbers from two random words of 32 bits (Box and Muller, 1958).
 
@@ -202,38 +260,37 @@ def normal_pair(a, b):
 
 
 @triton.jit
+def normal_numbers(stream, age, place):
+    """Compute 16 normal numbers for each block of ChaCha with 12 rounds, see `random_words`."""
+    words = random_words(stream, age, place, 12)
+    numbers = ()
+    for i in tl.static_range(8):
+        numbers = numbers + normal_pair(words[2 * i], words[2 * i + 1])
+    return numbers
+
+
+@triton.jit
 def noisy_update(
-    parameters, first, second, gradient, length, seed, weights, deviation, scale, rate, decay,
+    parameters, first, second, gradient, length, stream, weights, deviation, scale, rate, decay,
     shrink, beta1, alpha1, beta2, alpha2, correction, eps,
     formula: tl.constexpr, block: tl.constexpr, bands: tl.constexpr,
 ):  # fmt: skip
-    """Add noise to four blocks of gradients, and update the parameters of these blocks.
+    """Add noise to 16 blocks of gradients, and update the parameters of these blocks.
 
-    A program has four blocks, because the generator Philox computes four random words at a time.
+    A program has 16 blocks, because ChaCha computes 16 random words at a time.
     `dpbench.training.noisy_updates.Scalars` has the formulas. With the formula ``mean``, the noisy
     mean gradient replaces the gradient, and no parameter is updated. The noise of an element does
-    not depend on ``formula``. The noise is the sum over ``bands`` of weight × normal number. Each
-    band has its own seed and weight. The first weight is 1.
+    not depend on ``formula``. The noise is the sum over ``bands`` of weight × normal number, where
+    band i has the normal numbers of i steps before. The first weight is 1.
     """
     program = tl.program_id(0)
     offset = tl.arange(0, block)
     place = (program * block + offset).to(tl.uint32)
-    a, b, c, d = tl.randint4x(tl.load(seed), place)
-    noise = normal_pair(a, b) + normal_pair(c, d)
-    if bands > 1:
-        n0, n1, n2, n3 = noise
-        for band in range(1, bands):
-            a, b, c, d = tl.randint4x(tl.load(seed + band), place)
-            weight = tl.load(weights + band)
-            m0, m1 = normal_pair(a, b)
-            m2, m3 = normal_pair(c, d)
-            n0 += weight * m0
-            n1 += weight * m1
-            n2 += weight * m2
-            n3 += weight * m3
-        noise = n0, n1, n2, n3
-    for i in tl.static_range(4):
-        at = program.to(tl.int64) * 4 * block + i * block + offset
+    noise = normal_numbers(stream, 0, place)
+    for band in range(1, bands):
+        noise = added(noise, normal_numbers(stream, band, place), tl.load(weights + band))
+    for i in tl.static_range(16):
+        at = program.to(tl.int64) * 16 * block + i * block + offset
         inside = at < length
         total = tl.load(gradient + at, mask=inside).to(tl.float32)
         change = (total + deviation * noise[i]) * scale

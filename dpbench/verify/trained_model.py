@@ -19,6 +19,7 @@ from dpbench.child.build import build
 from dpbench.core.case import BASELINE_TRAINER, MIXED, Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.training.base import Batch, TrainerBase
+from dpbench.training.correlated_noise import INDEPENDENT
 from dpbench.training.parallel import gathered, part_of_rank, rank_and_ranks
 from dpbench.verify.reference import Examples, Gradients
 from dpbench.workloads.base import examples_in, parts_of
@@ -150,6 +151,7 @@ class TrainedModel:
         threshold: float = 1.0,
         seed: int = 0,
         rate: float | None = None,
+        repeatable: bool = True,
     ) -> Iterator[Gradients]:
         """Yield the gradients with which each step updates the parameters.
 
@@ -160,11 +162,15 @@ class TrainedModel:
         different seeds if it is even. Noise must be correct in both cases.
 
         ``rate`` is the learning rate. The default is `RATE`, or 1/`RATE` if `judges_received`, with
-        which nothing moves parameters before their gradients are computed.
+        which nothing moves parameters before their gradients are computed. ``repeatable`` is the
+        argument of `dpbench.child.build.build`. Correlated noise has at most the number of steps
+        for which it was scaled.
         """
         rate = rate or (1 / RATE if self.judges_received else RATE)
         options = {"noise_multiplier": sigma, "max_grad_norm": threshold, "learning_rate": rate}
-        trainer, parameters = self.built(case, seed, **options)
+        trainer, parameters = self.built(case, seed, repeatable=repeatable, **options)
+        if len(getattr(trainer, "noise_weights", INDEPENDENT)) > 1:
+            number = min(number, trainer.noise_steps)
         trained = {name: parameters[name] for name in self.trained}
         starts = {name: _local_shard(self.start[name], p) for name, p in parameters.items()}
         before = {name: self.start[name].double() for name in trained}

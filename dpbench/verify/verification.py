@@ -313,10 +313,15 @@ class Verification:
 
         With σ = `SIGMA`, steps are added until the steps together have `MIN_NOISE` elements of
         every parameter. An added step yields only parameters with fewer than `MIN_NOISE` elements.
+
+        The trainer gets no seed of its own. A trainer that then takes a seed that is always the
+        same draws the noise of an earlier run again.
         """
         sizes = {name: self.model.start[name].numel() for name in self.model.trained}
         number = max(steps, -(-MIN_NOISE // min(sizes.values())) if sigma == SIGMA else 0)
-        taken = self.model.steps(batching.case, number, batching.batches, sigma, threshold, seed)
+        taken = self.model.steps(
+            batching.case, number, batching.batches, sigma, threshold, seed, repeatable=False
+        )
         for i, step in enumerate(taken):
             yield {name: g for name, g in step.items() if i < steps or sizes[name] < MIN_NOISE}
 

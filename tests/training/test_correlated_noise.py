@@ -53,7 +53,7 @@ def test_weights_are_those_of_jax_privacy(bands: int, steps: int) -> None:
 
 
 @pytest.mark.repeats
-def test_noise_drawn_again_moves_seeds_alone() -> None:
+def test_noise_drawn_again_moves_weights_alone() -> None:
     bands = 3
 
     def bytes_of(trainer: str, noise: str = "") -> float:
@@ -82,7 +82,7 @@ def test_what_no_noise_can_be_is_refused(options: dict[str, Any], said: str) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_noise_is_the_weighted_sum_of_the_last_samples(dtype: torch.dtype) -> None:
     weights, wide = (1.0, -0.5, 0.25), torch.promote_types(dtype, torch.float32)
-    correlated, generator = CorrelatedNoise(weights), torch.Generator().manual_seed(0)
+    correlated, generator = CorrelatedNoise(weights, 5), torch.Generator().manual_seed(0)
     again, drawn = torch.Generator().manual_seed(0), list[torch.Tensor]()
     for _ in range(5):
         noise = correlated.draw(torch.ones(3, 5, dtype=dtype), 2.0, "one", generator)
@@ -92,7 +92,7 @@ def test_noise_is_the_weighted_sum_of_the_last_samples(dtype: torch.dtype) -> No
 
 
 def test_tensors_have_noise_of_their_own() -> None:
-    correlated = CorrelatedNoise(weights_of("banded", 3))
+    correlated = CorrelatedNoise(weights_of("banded", 3), 1000)
     for _ in range(4):
         noises = [correlated.draw(torch.zeros(10), 1.0, key) for key in range(2)]
     assert len({*torch.cat(noises).tolist()}) == 20

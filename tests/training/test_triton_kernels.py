@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from dpbench.training.kernels import TILINGS
+from dpbench.training.noise_stream import BLOCK
+from dpbench.training.noisy_updates import WARPS
 
 triton = pytest.importorskip("triton", reason="PyTorch brings Triton with CUDA only")
 
@@ -75,14 +77,14 @@ def test_an_update_stores_each_number_once(
 
     from dpbench.training.triton_kernels import noisy_update
 
-    constants = {"formula": rule, "block": 1024, "bands": bands}
+    constants = {"formula": rule, "block": BLOCK, "bands": bands}
     types = dict.fromkeys(("parameters", "first", "second", "gradient"), f"*{kind}")
-    types |= {"length": "i32", "seed": "*i64", "weights": "*fp32"}
+    types |= {"length": "i32", "stream": "*i64", "weights": "*fp32"}
     types |= dict.fromkeys(constants, "constexpr")
     signature = {name: types.get(name, "fp32") for name in noisy_update.arg_names}
     places = [*types][:5]  # and the length
     aligned = {(noisy_update.arg_names.index(n),): [["tt.divisibility", 16]] for n in places}
     source = ASTSource(noisy_update, signature, constants, aligned)
     target = GPUTarget("cuda", capability, 32)
-    ptx = triton.compile(source, target=target, options={"num_warps": 8}).asm["ptx"]
-    assert ptx.count("st.global") == 4 * (1 + averages)  # four blocks
+    ptx = triton.compile(source, target=target, options={"num_warps": WARPS}).asm["ptx"]
+    assert ptx.count("st.global") == 16 * (1 + averages)  # 16 blocks

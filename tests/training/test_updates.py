@@ -17,6 +17,7 @@ from dpbench.core.case import ModelSize
 from dpbench.training.base import Batch
 from dpbench.training.clipped_sums import Buffer, in_buffers, one_buffer
 from dpbench.training.noisy_updates import MergedUpdate, noisy_mean
+from tests.training.test_noisy_updates import stream_of
 
 SGD, Adam, AdamW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
 
@@ -79,11 +80,11 @@ class Twins:
         self.steps += 1
         updates = self.merged.updates(self.optimizer, deviation, examples)
         assert not isinstance(updates, str), updates
-        seed = torch.tensor(self.steps, device=self.ours[0].device)
+        stream = stream_of(self.steps, self.ours[0].device.type)
         for update, buffer in zip(updates, self.sums(), strict=True):
-            update(buffer.flat, seed)
+            update(buffer.flat, stream)
         for buffer in self.sums():
-            noisy_mean(buffer.flat, seed, deviation, 1 / examples)
+            noisy_mean(buffer.flat, stream, deviation, 1 / examples)
             for parameter, part in buffer.places.items():
                 self.theirs[self.number(parameter)].grad = part
         self.reference.step()
@@ -252,7 +253,7 @@ def test_a_scheduler_changes_the_rate_without_a_warning(name: str) -> None:
 def test_a_step_with_hooks_gets_the_noise_that_the_merged_one_draws(name: str) -> None:
     """So what is verified of gradients that hooks see holds for the merged step."""
     options: dict[str, Any] = {"optimizer": MERGED[name], "noise_multiplier": 3.0}
-    options["learning_rate"] = 0.01
+    options |= {"learning_rate": 0.01, "seed": 1}
     merged, own = (made(**options) for _ in range(2))
     seen = []
     own.plain_optimizer.register_step_pre_hook(lambda *_: seen.append(1))

@@ -94,11 +94,11 @@ class ShardsOfDefaultGenerator(FusedTrainer):
 
 
 class FusedShardsOfOneSeed(FusedTrainer):
-    """Shards of all ranks have the seeds of the first rank's."""
+    """Shards of all ranks have the buffer numbers of the first rank's."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model, **options)
-        self.seeds -= distributed.get_rank() * len(self.seeds)
+        self.stream.rows[:, 4] %= len(self.stream.rows)
 
 
 class FirstPassKept(DPGhostClippingTrainer):

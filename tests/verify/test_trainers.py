@@ -98,6 +98,7 @@ ON_THE_LAYER = ("240 steps", "60 steps", "norms not finite", "layer added later"
         *("Unclipped", "ThrownAwayWithNoise", "MiddlePartUnclipped", "Stats", "SecondMomentRaw"),
         *("SkipsEmpty", "MeanOfParts", "LeavesOneOut", "HundredthWeak", "EachFromFiftieth"),
         *("OfOneForward", "ByBackward"),
+        *("SeedsTorch", "SeedByDefault"),
     ),
 )
 def test_a_wrong_trainer_fails_the_check_that_names_the_fault(name: str) -> None:
@@ -126,6 +127,10 @@ def test_only_the_parameters_that_differ_are_named(precision: str) -> None:
     if precision == "fp32":
         assert "gradient, half clipped: " in found[0]
         assert "the mean of gradients that are not clipped" in found[0]
+
+
+def test_correlated_noise_is_judged_in_no_more_steps_than_it_was_scaled_for() -> None:
+    assert not failures(on_the_model("fused:noise=banded,bands=2,noise_steps=3"))
 
 
 def test_a_frozen_parameter_that_changes_is_named() -> None:

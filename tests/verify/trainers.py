@@ -586,6 +586,21 @@ class ByBatch(Looped):
         return {name: g * size for name, g in super().clip(mean).items()}
 
 
+class SeedsTorch(Looped):
+    """Seeds PyTorch, so that runs can be compared."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        torch.manual_seed(0)
+        super().__init__(model, **options)
+
+
+class SeedByDefault(FusedTrainer):
+    """Takes seed 0 if it is given none."""
+
+    def __init__(self, model: nn.Module, *, seed: int | None = None, **options: Any) -> None:
+        super().__init__(model, seed=seed or 0, **options)
+
+
 class Banded(Looped):
     """A right trainer whose noise is correlated over steps."""
 
@@ -1066,6 +1081,11 @@ CLASSES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "LossSummed": ("gradient", {}),
     "SkipsEmpty": ("noise: deviation: embedding.weight: no noise", POISSON),
     "GhostThatDiffers": ("inner.weight: off by 0.", {}),
+    "SeedsTorch": ("its noise in step 1 (σ = 10000, C = 0.7 in 2 parts) correlates with that", {}),
+    "SeedByDefault": (
+        "its noise in step 1 (σ = 10000, C = 0.7 in 2 parts) correlates with that",
+        {},
+    ),
     "ByBatch": ("the mean of micro-batches' gradients, clipped", {}),
     "OfOneForward": ("alone and", {"workload": f"{__name__}:Mixes"}),
     "ByBackward": ("layer added later: a batch moves parameters by", {}),
