@@ -337,9 +337,10 @@ class LayerNormRule(SampledRule):
 
 
 class GroupNormRule(SampledRule):
-    """Computes the per-sample gradients of a group norm as PyTorch sums them over a batch.
+    """Computes the per-sample gradients of a group norm by PyTorch's operator for a whole batch.
 
-    An example is treated as C further channels of a single example.
+    This operator sums over positions and examples. It gets a batch of one example, which has all
+    examples' channels.
     """
 
     layer: nn.GroupNorm
@@ -349,16 +350,15 @@ class GroupNormRule(SampledRule):
 
     def gradients(self, x: Tensor, g: Tensor) -> Gradients:
         examples, channels = x.shape[:2]
-        x, g = (each.reshape(1, examples * channels, -1) for each in (as_computed(x, g), g))
+        pair = as_computed(x, g), g  # the operator reads memory as if it were contiguous
+        x, g = (each.contiguous().view(1, examples * channels, -1) for each in pair)
         groups = examples * self.layer.num_groups
         variance, mean = torch.var_mean(x.view(1, groups, -1), 2, correction=0)
-        deviation = (
-            variance.to(torch.promote_types(x.dtype, torch.float32)) + self.layer.eps
-        ).sqrt()
+        wide = torch.promote_types(x.dtype, torch.float32)
+        factor = (variance.to(wide) + self.layer.eps).rsqrt().to(x.dtype)
         _, *samples = torch.ops.aten.native_group_norm_backward(
-            g, x, mean, deviation.reciprocal().to(x.dtype), x.new_ones(x.shape[1]),
-            *x.shape, groups, [False, True, True],
-        )  # fmt: skip
+            g, x, mean, factor, x.new_ones(x.shape[1]), *x.shape, groups, [False, True, True]
+        )
         made = zip((self.layer.weight, self.layer.bias), samples, strict=True)
         return {p: each.view(examples, channels) for p, each in made if p.requires_grad}
 

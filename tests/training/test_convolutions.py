@@ -14,8 +14,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpbench import TRAINERS
-from dpbench.training import convolutions
-from dpbench.training.norms import KEPT, PRODUCTS
+from dpbench.training import convolutions, kernels
+from dpbench.training.norms import KEPT, PRODUCTS, GhostNorms, total
+from dpbench.verify.reference import Examples
 from tests.training.test_fused_layers import BOTH, Given, clipped_mean
 from tests.training.test_norms import forced
 
@@ -104,3 +105,33 @@ def test_windows_of_the_input_are_not_kept(channels: int, monkeypatch: pytest.Mo
         for _ in trainer.clipped(last=True):
             pass
     assert largest.bytes <= 3 * batch.nbytes
+
+
+@given(
+    st.integers(0, 2**31),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from([0.0, 10.0, 1e3]),
+    st.integers(1, 3),
+    st.booleans(),
+)
+def test_a_norm_from_products_is_an_upper_bound_and_near_if_positions_differ(
+    seed: int, dtype: torch.dtype, offset: float, stride: int, bias: bool
+) -> None:
+    torch.manual_seed(seed)
+    layer = nn.Conv2d(5, 16, 3, stride, padding=1, bias=bias).double()
+    x = (torch.randn(3, 5, 9, 8) + offset).to(dtype)
+    g = torch.randn_like(layer(x.double())).to(dtype)
+    g = g - g.mean((2, 3), keepdim=True) * bool(offset)
+    samples = Examples.computed(
+        layer,
+        (x.double(), g.double()),
+        lambda model, batch: (model(batch[0]) * batch[1]).flatten(1).sum(1),
+    )
+    norms, exact = GhostNorms(), samples.norms.norm(dim=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "SMALL", 0)
+        norms.add_sums(*convolutions.sums_of_products(layer, [(x, g)], bias))
+    found = total(norms.squared_norms()).double().sqrt()
+    assert (found >= exact * (1 - 1e-7)).all()
+    if not offset:
+        assert (found <= exact * (1 + (5e-3 if dtype == torch.float32 else 0.02))).all()

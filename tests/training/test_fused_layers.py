@@ -168,6 +168,10 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "unknown twice": (lambda: Twice(Scale()), TOKENS),
     "unknown, frozen in part": (lambda: frozen(between(Scale()), "2.gain"), TOKENS),
     "Conv": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4)), IMAGES),
+    "GroupNorm, pooled": (
+        lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.AdaptiveAvgPool2d(1)),
+        IMAGES,
+    ),
     "Conv changed in place": (
         lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(inplace=True), nn.Conv2d(4, 3, 2)),
         IMAGES,
