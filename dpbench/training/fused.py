@@ -49,7 +49,7 @@ from dpbench.training.noisy_updates import (
 )
 from dpbench.training.norms import GRADIENT, KEPT, PRODUCTS, GhostNorms
 from dpbench.training.parallel import sharded
-from dpbench.training.per_layer import PairRule, Rule, Saved, can_be_tied
+from dpbench.training.per_layer import PairRule, Rule, Saved, TokenRule, can_be_tied
 from dpbench.training.phases import phase
 from dpbench.training.plan import TOLERANCES, Plan, Probe, expand
 from dpbench.training.refusals import ModelSnapshot, check_used_in_layers, used_outside
@@ -459,14 +459,16 @@ class FusedTrainer(ClippedSumTrainer):
         norms = GhostNorms(together=self.kernels)
         together: dict[Tensor, list[tuple[Tensor, Tensor]]] = {}
         for layer, rule in self.rules.items():
-            if layer in seen and isinstance(rule, PairRule):
+            if layer not in seen or not isinstance(rule, PairRule):
+                continue
+            weight = rule.trained["weight"]
+            if weight in self.tied and isinstance(rule, TokenRule):
                 x, g = rule.joined(seen[layer])
-                if (weight := rule.trained.get("weight")) not in self.tied:
-                    norms.add(x, g, way=self.ways[rule.name], bias=rule.trains_bias)
-                    continue
                 together.setdefault(weight, []).append((x, g))
                 if rule.trains_bias:
                     norms.add_bias(g)
+            else:
+                rule.add_norms(norms, seen[layer], self.ways[rule.name])
         for pairs in together.values():
             norms.add_tied(pairs)
         return norms.squared_norms()

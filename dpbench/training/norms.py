@@ -318,6 +318,7 @@ def gram_bound(
     tokens: int,
     errors: tuple[ProductError, ProductError],
     dtype: torch.dtype,
+    update: ProductError | None = None,
 ) -> Tensor:
     """Return upper bounds of the squared norms of the update's gradients, ``[layers, B]``.
 
@@ -326,7 +327,9 @@ def gram_bound(
         tokens: T, the number of tokens.
         errors: bounds of the errors of the products ``x xᵀ`` and ``g gᵀ``.
         dtype: dtype in which the update multiplies.
+        update: the results of `of_sums` and `of_terms` for another update than a matrix product.
     """
+    update = update or ProductError(of_sums(dtype, tokens), of_terms(dtype, tokens))
     stacked = torch.stack([*pieces], 1)
     sums = GramSums(*stacked)
     roots = stacked[4:].sqrt()
@@ -345,8 +348,8 @@ def gram_bound(
     higher = 1 + 4 * (number + sum(map(sum, errors)))
     truncated = sum(error.truncated for error in errors)
     squared = torch.add(sums.squared_norm, error, alpha=higher)
-    rounded = sizes.sqrt_().mul_(of_sums(dtype, tokens) * higher)
-    rounded.add_(sums.diagonal.sqrt(), alpha=of_terms(dtype, tokens) * higher)
+    rounded = sizes.sqrt_().mul_(update.of_sums * higher)
+    rounded.add_(sums.diagonal.sqrt(), alpha=update.of_terms * higher)
     if truncated:
         rounded.add_(squared.clamp(min=0).sqrt_(), alpha=truncated * higher)
     return with_rounding(squared, rounded, dtype)
@@ -498,6 +501,10 @@ class GhostNorms:
         error = ProductError(g.shape[1] * 2.0**-53, 0.0)
         samples = g.sum(1, dtype=torch.float64)
         self._put_gradient(samples, lengths, error, g.shape[1], g.dtype)
+
+    def add_sums(self, sums: Tensor, *about: object) -> None:
+        """Add a layer whose `GramSums` are known. The arguments are those of `gram_bound`."""
+        self._put(sums, gram_bound, *about)
 
     def add_tied(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Add a weight ``[V, D]`` that linear layers and embeddings share.

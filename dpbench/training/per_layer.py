@@ -25,9 +25,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dpbench.core.errors import ConfigurationError
+from dpbench.training import convolutions
 from dpbench.training.clipped_sums import Factors, Sums
 from dpbench.training.kernels import has_tf32, layer_norm_samples, weighted_sum
-from dpbench.training.norms import KEPT, Shape, cheapest
+from dpbench.training.norms import KEPT, GhostNorms, Shape, cheapest
 from dpbench.training.parallel import kind_of
 from dpbench.training.refusals import BY_EXAMPLE
 
@@ -109,6 +110,18 @@ class Rule(ABC, Generic[L]):
 class PairRule(Rule[L]):
     """A rule that can clip without per-sample gradients, from activations and output gradients."""
 
+    @abstractmethod
+    def add_norms(self, norms: GhostNorms, seen: Saved, way: str) -> None:
+        """Add the layer to ``norms``, where ``way`` is ``products`` or ``gradient``."""
+
+    @abstractmethod
+    def weighted_sums(self, seen: Saved, factors: Factors, sums: Sums) -> None:
+        """Add the sum of all examples' clipped gradients to ``sums``."""
+
+
+class TokenRule(PairRule[L]):
+    """A `PairRule` of a layer that treats each token alone."""
+
     takes_rows = True
 
     @abstractmethod
@@ -119,12 +132,11 @@ class PairRule(Rule[L]):
             The inputs, ``[B, T, K]`` or ``[B, T]``, and the output gradients, ``[B, T, N]``.
         """
 
-    @abstractmethod
-    def weighted_sums(self, seen: Saved, factors: Factors, sums: Sums) -> None:
-        """Add the sum of all examples' clipped gradients to ``sums``."""
+    def add_norms(self, norms: GhostNorms, seen: Saved, way: str) -> None:
+        norms.add(*self.joined(seen), way=way, bias=self.trains_bias)
 
 
-class LinearRule(PairRule[Any]):
+class LinearRule(TokenRule[Any]):
     """Rule of linear layers, including Hugging Face's ``Conv1D``, whose weight is transposed."""
 
     def way(self, x: Tensor, g: Tensor, ways: Collection[str], **options: bool) -> str:
@@ -163,7 +175,7 @@ class LinearRule(PairRule[Any]):
         return as_computed(x, g), g
 
 
-class EmbeddingRule(PairRule[nn.Embedding]):
+class EmbeddingRule(TokenRule[nn.Embedding]):
     """Rule of embeddings. Rows that an example does not look up have the gradient 0."""
 
     def __init__(self, layer: nn.Embedding, name: str) -> None:
@@ -211,6 +223,38 @@ class ScaledEmbeddingRule(EmbeddingRule):
         return ids, g * (scale.to(g.dtype) if isinstance(scale, Tensor) else scale)
 
 
+class ConvolutionRule(PairRule[Any]):
+    """Rule of convolutions, see `dpbench.training.convolutions`.
+
+    If a convolution has groups, its per-sample gradients are always kept.
+    """
+
+    def way(self, x: Tensor, g: Tensor, ways: Collection[str], **options: bool) -> str:
+        if "weight" not in self.trained or self.layer.groups > 1:
+            return KEPT
+        return convolutions.cheapest_way(self.layer, x, g, ways, alone=options["alone"])
+
+    def samples(self, x: Tensor, g: Tensor) -> dict[Tensor, Tensor]:
+        made = {
+            "weight": lambda: convolutions.samples_of_weight(self.layer, as_computed(x, g), g),
+            "bias": lambda: g.flatten(2).sum(2),
+        }
+        return {parameter: made[name]() for name, parameter in self.trained.items()}
+
+    def add_norms(self, norms: GhostNorms, seen: Saved, way: str) -> None:
+        calls = [(as_computed(x, g), g) for x, g in seen]
+        norms.add_sums(*convolutions.sums_of_products(self.layer, calls, self.trains_bias))
+
+    def weighted_sums(self, seen: Saved, factors: Factors, sums: Sums) -> None:
+        for x, g in seen:
+            weighted = factors.times(g.flatten(2)).view(g.shape)
+            made = convolutions.clipped_gradient(
+                self.layer, as_computed(x, g), weighted, self.trains_bias
+            )
+            for parameter, gradient in zip(self.trained.values(), made, strict=True):
+                sums.add(parameter, gradient)
+
+
 class SampledRule(Rule[nn.Module]):
     """Rule of all other layers. It needs per-sample gradients.
 
@@ -225,9 +269,8 @@ class SampledRule(Rule[nn.Module]):
             raise self.refusal("it takes more than one tensor")
         self._sampler = GradSampleModule.GRAD_SAMPLERS.get(kind)
         self._one_by_one = False
-        pads_otherwise = getattr(layer, "padding_mode", "zeros") != "zeros"
-        if pads_otherwise or (kind is nn.LayerNorm and layer.bias is None):
-            self._sampler = None  # Opacus 1.6 expects zero padding, and a bias of layer norms
+        if kind is nn.LayerNorm and layer.bias is None:
+            self._sampler = None  # Opacus 1.6 expects a bias of layer norms
         if self._sampler is None:
             if any(True for _ in layer.children()):
                 own = next(iter(self.trained))
@@ -295,8 +338,39 @@ class LayerNormRule(SampledRule):
         return {p: each for p, each in made if p is not None and p.requires_grad}
 
 
+class GroupNormRule(SampledRule):
+    """Computes the per-sample gradients of a group norm by PyTorch's operator for a whole batch.
+
+    This operator sums over positions and examples. It gets a batch of one example, which has all
+    examples' channels.
+    """
+
+    layer: nn.GroupNorm
+
+    def __init__(self, layer: nn.Module, name: str) -> None:
+        Rule.__init__(self, layer, name)  # the rule needs no sampler of Opacus
+
+    def gradients(self, x: Tensor, g: Tensor) -> Gradients:
+        examples, channels = x.shape[:2]
+        pair = as_computed(x, g), g  # the operator reads memory as if it were contiguous
+        x, g = (each.contiguous().view(1, examples * channels, -1) for each in pair)
+        groups = examples * self.layer.num_groups
+        variance, mean = torch.var_mean(x.view(1, groups, -1), 2, correction=0)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        factor = (variance.to(wide) + self.layer.eps).rsqrt().to(x.dtype)
+        _, *samples = torch.ops.aten.native_group_norm_backward(
+            g, x, mean, factor, x.new_ones(x.shape[1]), *x.shape, groups, [False, True, True]
+        )
+        made = zip((self.layer.weight, self.layer.bias), samples, strict=True)
+        return {p: each.view(examples, channels) for p, each in made if p.requires_grad}
+
+
 RULES: Mapping[str, type[Rule[Any]]] = {
     "torch.nn.modules.linear.Linear": LinearRule,
+    "torch.nn.modules.conv.Conv1d": ConvolutionRule,
+    "torch.nn.modules.conv.Conv2d": ConvolutionRule,
+    "torch.nn.modules.conv.Conv3d": ConvolutionRule,
+    "torch.nn.modules.normalization.GroupNorm": GroupNormRule,
     "transformers.pytorch_utils.Conv1D": LinearRule,
     "torch.nn.modules.sparse.Embedding": EmbeddingRule,
 }

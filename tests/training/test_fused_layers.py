@@ -168,6 +168,10 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "unknown twice": (lambda: Twice(Scale()), TOKENS),
     "unknown, frozen in part": (lambda: frozen(between(Scale()), "2.gain"), TOKENS),
     "Conv": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4)), IMAGES),
+    "GroupNorm, pooled": (
+        lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.AdaptiveAvgPool2d(1)),
+        IMAGES,
+    ),
     "Conv changed in place": (
         lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(inplace=True), nn.Conv2d(4, 3, 2)),
         IMAGES,
@@ -178,17 +182,6 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     ),
     "3-D with a residual in place": (lambda: between(Residual(nn.Linear(6, 6))), TOKENS),
     "turned and changed in place": (lambda: between(Residual(Turned(4, 4))), TOKENS),
-    "Conv of many channels": (lambda: nn.Conv2d(2, 40, 3, stride=2, padding=(1, 2)), IMAGES),
-    "Conv1d of many channels": (
-        lambda: nn.Conv1d(4, 40, 3, padding="same", dilation=2, bias=False),
-        TOKENS,
-    ),
-    "Conv in groups": (lambda: nn.Conv1d(4, 40, 3, groups=2), TOKENS),
-    "Conv twice": (lambda: nn.Sequential(*[nn.Conv1d(4, 4, 3, padding=1)] * 2), TOKENS),
-    "Conv, reflecting": (
-        lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"),
-        IMAGES,
-    ),
     "Embedding": (lambda: nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 3)), IDS),
     "Embedding of int32": (lambda: nn.Embedding(9, 6), IDS.int()),
     "Embedding of one row": (lambda: nn.Embedding(9, 6), IDS[:, 0]),
