@@ -186,14 +186,14 @@ def update_error(g: Tensor, tokens: int) -> ProductError:
     """Bound the error of the gradient that `clipped_gradient` computes for one example.
 
     ``of_sums`` and ``of_terms`` are as returned by the functions of these names in
-    `dpbench.training.norms`. In 16 bits and with TF32, cuDNN is assumed to use tensor cores as
-    matrix products do, and to add in float32. With TF32, it may also truncate the numbers. It has
-    its own setting for TF32, so the norm may be computed from other numbers than the update.
-    Otherwise, `FAST_ALGORITHMS` is assumed.
+    `dpbench.training.norms`. With TF32, cuDNN is assumed to use tensor cores as matrix
+    products do, and to add in float32. It may also truncate the numbers, but not those that have
+    16 bits. It has its own setting for TF32, so the norm may be computed from other numbers than
+    the update. Otherwise, `FAST_ALGORITHMS` is assumed.
     """
     own = of_sums(g.dtype, tokens), of_terms(g.dtype, tokens)
     if g.itemsize == 2:
-        return ProductError(*own)
+        return ProductError(FAST_ALGORITHMS * own[0], own[1])
     cudnn: Any = torch.backends.cudnn
     in_tf32 = has_tf32() or (g.is_cuda and cudnn.conv.fp32_precision == "tf32")
     if g.dtype == torch.float32 and in_tf32:
@@ -204,6 +204,9 @@ def update_error(g: Tensor, tokens: int) -> ProductError:
 def clipped_gradient(layer: Any, x: Tensor, g: Tensor, bias: bool) -> list[Tensor]:
     """Return the gradients of the weight and, if wanted, of the bias, summed over the batch.
 
+    The gradients are in float32 for tensors in 16 bits, because cuDNN would round the sums. TF32
+    has all bits of such numbers, so tensor cores multiply them exactly.
+
     Args:
         layer: the convolution.
         x: the input.
@@ -211,6 +214,8 @@ def clipped_gradient(layer: Any, x: Tensor, g: Tensor, bias: bool) -> list[Tenso
         bias: whether the gradient of the bias is wanted.
     """
     padding, zeros = layer.padding, [0] * len(layer.stride)
+    wide = torch.promote_types(g.dtype, torch.float32)
+    x, g = x.to(wide), g.to(wide)
     if isinstance(padding, str) or layer.padding_mode != "zeros":
         x, padding = padded(layer, x), zeros
     shape = g.new_empty(()).expand(layer.weight.shape)  # FSDP2 may have freed the weight
