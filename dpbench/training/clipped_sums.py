@@ -79,12 +79,12 @@ def groups_of(optimizer: torch.optim.Optimizer) -> dict[Tensor, int]:
 def in_buffers(
     parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer
 ) -> list[list[Tensor]]:
-    """Divide parameters among buffers. Small parameters of the same group share a buffer."""
+    """Divide parameters among buffers. Small parameters of equal group and dtype share a buffer."""
     groups = groups_of(optimizer)
-    small: dict[int, list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.numel() < LARGE:
-            small.setdefault(groups.get(parameter, -1), []).append(parameter)
+    small: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+    for each in parameters:
+        if each.numel() < LARGE:
+            small.setdefault((groups.get(each, -1), each.dtype), []).append(each)
     return [[p] for p in parameters if p.numel() >= LARGE] + [*small.values()]
 
 
@@ -418,7 +418,7 @@ class ClippedSumTrainer(TrainerBase):
             )
         check_unmixed_layers(self.model)
         self.trained = [p for p in model.parameters() if p.requires_grad]
-        check_alike(self.trained)
+        check_together(self.trained)
         self.sharing = in_buffers(self.trained, self.plain_optimizer)
         self.snapshot = ModelSnapshot(self.model)
         self.correlated = CorrelatedNoise(self.noise_weights, self.noise_steps)
@@ -538,11 +538,10 @@ another reduction, it waits for the oldest, because the buffer that a reduction 
 memory until then."""
 
 
-def check_alike(parameters: list[nn.Parameter]) -> None:
-    """Raise if parameters differ in dtype or device, so that gradients cannot share a buffer."""
-    kinds = {f"{parameter.dtype} on {parameter.device}" for parameter in parameters}
-    if len(kinds) > 1:
+def check_together(parameters: list[nn.Parameter]) -> None:
+    """Raise if parameters are on several devices."""
+    devices = {str(parameter.device) for parameter in parameters}
+    if len(devices) > 1:
         raise ConfigurationError(
-            f"the gradients of trained parameters share buffers in this trainer, so the parameters "
-            f"must be of one type on one device, not {' and '.join(sorted(kinds))}"
+            f"all trained parameters must be on one device, not on {' and '.join(sorted(devices))}"
         )

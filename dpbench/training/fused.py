@@ -152,7 +152,7 @@ class FusedTrainer(ClippedSumTrainer):
     def _plan(self, batch: Batch) -> None:
         """Choose a rule for each layer, see `dpbench.training.plan`."""
         fake = any(isinstance(each, FakeTensor) for each in pytree.tree_leaves(batch))
-        width = 2 if self.autocast else self.trained[0].itemsize
+        width = 2 if self.autocast else min(each.itemsize for each in self.trained)
         with _disable_current_modes():  # so that nothing is counted
             plan = Plan(self.model, kernels=self.kernels, one_example=self._one_example)
             plan.fit(Probe(self.model, self._probed, batch, TOLERANCES[width]), fake=fake)

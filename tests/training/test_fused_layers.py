@@ -239,6 +239,48 @@ def test_each_parameter_moves_by_the_mean_of_its_clipped_per_example_gradients(
         assert (old - parameter - gradient).norm() <= 1e-5 * gradient.norm()
 
 
+class Narrow(nn.Module):
+    """A linear layer in bf16 between layers in float32, as some models keep their norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
+        self.narrow = nn.Linear(6, 6).bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole: Tensor = self.first(self.narrow(self.norm(x).bfloat16()).float())
+        return whole
+
+
+@pytest.mark.parametrize("trainer", BOTH)
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_parameters_of_two_types_are_trained_together(
+    trainer: str, optimizer: type[torch.optim.Optimizer]
+) -> None:
+    workload = Given(Narrow, TOKENS)
+    model = workload.model()
+    expected, threshold = clipped_mean(workload, copy.deepcopy(model), TOKENS)
+    trained = [*model.parameters()]
+    made = TRAINERS[trainer](
+        model,
+        batch_size=EXAMPLES,
+        workload=workload,
+        noise_multiplier=0.0,
+        max_grad_norm=threshold,
+        learning_rate=1.0,
+        optimizer=optimizer,
+    )
+    before = [p.detach().clone() for p in trained]
+    made.train_step(TOKENS)
+    other = [each.clone().requires_grad_() for each in before]
+    for each, gradient in zip(other, expected, strict=True):
+        each.grad = gradient.to(each.dtype)
+    optimizer(other, lr=1.0).step()  # type: ignore[call-arg]
+    for parameter, right, old in zip(trained, other, before, strict=True):
+        assert parameter.dtype == old.dtype
+        assert (parameter - right).norm() <= 0.02 * (right - old).norm()
+
+
 class Cancelling(nn.Module):
     """Weights of tokens that are all the same: what one token adds to a gradient, others take."""
 

@@ -33,8 +33,8 @@ class ChangedInPlace(nn.Module):
         (lambda: FirstOf(nn.RNN(6, 6)), "the loss of an example is*mixes examples"),
         (lambda: nn.Sequential(nn.BatchNorm1d(4)), "layer 0 (BatchNorm1d)*use GroupNorm instead"),
         (
-            lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6).half()),
-            "must be of one type on one device, not torch.float16 on cpu and torch.float32 on cpu",
+            lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6, device="meta")),
+            "all trained parameters must be on one device, not on cpu and meta*",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
