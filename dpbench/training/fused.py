@@ -41,10 +41,8 @@ from dpbench.training.kernels import multiplied, multiplied_by_kernel, without_d
 from dpbench.training.noise_stream import NoiseStream
 from dpbench.training.noisy_updates import (
     MergedUpdate,
-    Scalars,
-    is_plain,
+    ShardedUpdate,
     noisy_mean,
-    noisy_update,
     why_not,
 )
 from dpbench.training.norms import GRADIENT, KEPT, PRODUCTS, GhostNorms
@@ -67,9 +65,8 @@ class FusedTrainer(ClippedSumTrainer):
 
     With SGD, Adam and AdamW, the parameters and moving averages become views of flat buffers. The
     update draws and adds the noise, so there is no phase ``noise``. A separate pass adds the noise
-    before the optimizer's own step for other optimizers, for options that `why_not` of
-    `dpbench.training.noisy_updates` names, and under FSDP2 for all optimizers except plain SGD.
-    Every optimizer works if its ``step`` needs no closure.
+    before the optimizer's own step for other optimizers, and for options that `why_not` of
+    `dpbench.training.noisy_updates` names. Every optimizer works if its ``step`` needs no closure.
 
     Under DDP, all ranks draw the same noise from the same key. So no noise is sent, and every
     rank knows the noise. Under FSDP2, each rank draws the noise for its shards, which stay outside
@@ -190,12 +187,10 @@ class FusedTrainer(ClippedSumTrainer):
         """Let the update draw the noise if possible, and prepare the stream of random numbers."""
         self._warned: set[str] = set()
         why = why_not(self.plain_optimizer)
-        if self.parallel == "fsdp2" and not is_plain(self.plain_optimizer):
-            why = "the optimizer's state is sharded"
         if not why:
             self.labels = {**self.labels, "noise": "in the update"}
-            if self.parallel != "fsdp2":
-                self._update = MergedUpdate(self.sharing)
+            kind = ShardedUpdate if self.parallel == "fsdp2" else MergedUpdate
+            self._update = kind(self.sharing)
         if self.parallel == "ddp":
             self.labels = {**self.labels, DRAWN_BY: "every rank, all from one key"}
         device, bands = self.trained[0].device, len(self.noise_weights)
@@ -224,11 +219,7 @@ class FusedTrainer(ClippedSumTrainer):
                 updates = self._update.updates(
                     self.plain_optimizer, deviation, self.joint_batch_size
                 )
-        if self.parallel == "fsdp2" and is_plain(self.plain_optimizer):
-            with phase("optimizer"):
-                for each in reductions:
-                    self._update_shards(each, streams[each.number], deviation)
-        elif isinstance(updates, str):
+        if isinstance(updates, str):
             if updates and updates not in self._warned:
                 self._warned.add(updates)
                 warnings.warn(
@@ -249,19 +240,6 @@ class FusedTrainer(ClippedSumTrainer):
             with phase("optimizer"):
                 for each in reductions:
                     updates[each.number](each.wait(), streams[each.number], weights=weights)
-
-    def _update_shards(self, reduction: Reduction, stream: Tensor, deviation: float) -> None:
-        """Update this rank's shards by plain SGD with noise."""
-        rate = self.plain_optimizer.param_groups[0]["lr"]
-        scalars = Scalars(deviation, 1 / self.joint_batch_size, rate)
-        gradient = reduction.wait()
-        shards = [parameter.to_local() for parameter in reduction.parameters]
-        if len(shards) > 1:  # shards of small parameters, which are not contiguous in memory
-            change = torch.zeros_like(gradient)
-            noisy_update(change, [], gradient, stream, "plain", scalars)
-            torch._foreach_add_(shards, reduction.views(change))
-        elif length := shards[0].numel():
-            noisy_update(shards[0].view(-1), [], gradient[:length], stream, "plain", scalars)
 
     # --- step ------------------------------------------------------------------------------------
 

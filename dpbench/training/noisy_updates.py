@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dpbench.training.clipped_sums import Buffer, groups_of, one_buffer
+from dpbench.training.clipped_sums import Buffer, groups_of, one_buffer, shard_size
 from dpbench.training.kernels import triton_kernels
 from dpbench.training.noise_stream import BLOCK, MOST_ELEMENTS, normal_numbers
 
@@ -233,14 +233,6 @@ def why_not(optimizer: torch.optim.Optimizer) -> str:
     return ""
 
 
-def is_plain(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True for SGD whose step is ``p -= lr × gradient``, with one parameter group."""
-    group, *others = optimizer.param_groups
-    if type(optimizer) is not torch.optim.SGD or others or why_not(optimizer):
-        return False
-    return not (group["momentum"] or group["weight_decay"] or group["maximize"])
-
-
 class MergedUpdate:
     """The step of an optimizer, in the same pass that adds the noise.
 
@@ -254,7 +246,7 @@ class MergedUpdate:
 
     def __init__(self, sharing: Sequence[Sequence[Tensor]]) -> None:
         self._sharing = sharing
-        self.flats = [flatten_parameters(each) for each in sharing]
+        self._flats = self._parameters()
         self._moments: dict[tuple[int, str], Buffer] = {}
         # For each parameter: the tensor that counts its steps, and this tensor's version and value.
         self._counts: dict[Tensor, tuple[Tensor, int, float]] = {}
@@ -294,13 +286,21 @@ class MergedUpdate:
             formula, keys, scalars = formula_of(
                 group, Scalars(deviation, scale), float(before or 0)
             )
-            moments = [self._flat_state(optimizer, number, key) for key in keys]
-            flat = self.flats[number]
-            made.append(partial(noisy_update, flat, moments, formula=formula, scalars=scalars))
+            update = self._update_of(optimizer, number, keys)
+            made.append(partial(update, formula=formula, scalars=scalars))
         if adam:
             self._count_step(optimizer, groups)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers read this
         return made
+
+    def _parameters(self) -> list[Tensor]:
+        return [flatten_parameters(each) for each in self._sharing]
+
+    def _update_of(
+        self, optimizer: torch.optim.Optimizer, number: int, keys: Sequence[str]
+    ) -> Callable[..., None]:
+        moments = [self._flat_state(optimizer, number, key) for key in keys]
+        return partial(noisy_update, self._flats[number], moments)
 
     def _flat_state(self, optimizer: torch.optim.Optimizer, number: int, key: str) -> Tensor:
         """Return a flat buffer with the moving averages of one ``key``, such as ``exp_avg``."""
@@ -362,6 +362,70 @@ class MergedUpdate:
         torch._foreach_add_([step for step, _, _ in self._counts.values()], 1)
         for parameter, (step, _, count) in self._counts.items():
             self._counts[parameter] = step, step._version, count + 1
+
+
+class ShardedUpdate(MergedUpdate):
+    """The same under FSDP2, on this rank's shards, which stay where FSDP2 has allocated them."""
+
+    def _parameters(self) -> list[Tensor]:
+        return []
+
+    def _update_of(
+        self, optimizer: torch.optim.Optimizer, number: int, keys: Sequence[str]
+    ) -> Callable[..., None]:
+        parameters: Sequence[Any] = self._sharing[number]
+        changed = [[each.to_local().view(-1) for each in parameters]]
+        for key in keys:
+            states = [optimizer.state[each] for each in parameters]
+            for each, state in zip(parameters, states, strict=True):
+                if state.get(key) is None:
+                    state[key] = torch.zeros_like(each)
+            changed.append([state[key].to_local().view(-1) for state in states])
+        return partial(update_shards, changed, [shard_size(p, ranks_of(p)) for p in parameters])
+
+
+def ranks_of(parameter: Any) -> int:
+    """Return the number of ranks over which FSDP2 has distributed a parameter."""
+    ranks: int = parameter.device_mesh.get_group().size()
+    return ranks
+
+
+def update_shards(
+    changed: Sequence[Sequence[Tensor]],
+    sizes: Sequence[int],
+    gradient: Tensor,
+    *arguments: Any,
+    **options: Any,
+) -> None:
+    """Call `noisy_update` for one rank's shards of the parameters of a buffer.
+
+    Args:
+        changed: the parameters' shards, and then the shards of each moving average.
+        sizes: number of elements of the gradient for each shard, which may have fewer.
+        gradient: the gradients of all shards, one after another.
+        *arguments: the following arguments of `noisy_update`.
+        **options: the following arguments of `noisy_update`.
+    """
+    if len(sizes) == 1:
+        flats = [each for (each,) in changed]
+        gradient = gradient[: len(flats[0])]
+    else:  # shards of small parameters, which are not contiguous in memory
+        flats = [each[0].new_zeros(len(gradient)) for each in changed]
+        pieces = [_pieces(flat, sizes, each) for flat, each in zip(flats, changed, strict=True)]
+        for copies, originals in zip(pieces, changed, strict=True):
+            torch._foreach_copy_(copies, [*originals])
+    if len(gradient):
+        parameters, *moments = flats
+        noisy_update(parameters, moments, gradient, *arguments, **options)
+    if len(sizes) > 1:
+        for copies, originals in zip(pieces, changed, strict=True):
+            torch._foreach_copy_([*originals], copies)
+
+
+def _pieces(flat: Tensor, sizes: Sequence[int], like: Sequence[Tensor]) -> list[Tensor]:
+    """Return the beginning of each piece of a buffer, as long as the tensors in ``like``."""
+    pieces = zip(flat.split([*sizes]), like, strict=True)
+    return [piece[: len(each)] for piece, each in pieces]
 
 
 Formula = tuple[str, Sequence[str], Scalars]

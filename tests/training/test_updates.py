@@ -16,7 +16,14 @@ from dpbench import TRAINERS, SimpleBigModel, get_random_dataloader
 from dpbench.core.case import ModelSize
 from dpbench.training.base import Batch
 from dpbench.training.clipped_sums import Buffer, in_buffers, one_buffer
-from dpbench.training.noisy_updates import MergedUpdate, noisy_mean
+from dpbench.training.noise_stream import NoiseStream
+from dpbench.training.noisy_updates import (
+    MergedUpdate,
+    Scalars,
+    noisy_mean,
+    noisy_update,
+    update_shards,
+)
 from tests.training.test_noisy_updates import stream_of
 
 SGD, Adam, AdamW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
@@ -280,3 +287,16 @@ def test_why_a_step_is_not_merged_any_more_is_said_once() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trainer.train_step(batches(1)[0])
+
+
+def test_shards_that_share_a_buffer_are_updated_like_one_tensor() -> None:
+    sizes, lengths = [6, 4, 3], [6, 2, 0]  # this rank has fewer rows of the later parameters
+    whole = [torch.randn(13), torch.randn(13), torch.rand(13)]
+    gradient, stream = torch.randn(13), NoiseStream(1, torch.device("cpu"), 0).next_step()[0]
+    cut = [[p[:n] for p, n in zip(t.split(sizes), lengths, strict=True)] for t in whole]
+    shards = [[each.clone() for each in pieces] for pieces in cut]
+    scalars = Scalars(0.5, 0.1, 0.01, beta1=0.9, alpha1=0.1, beta2=0.99, alpha2=0.01, eps=1e-8)
+    noisy_update(whole[0], whole[1:], gradient, stream, "adam", scalars)
+    update_shards(shards, sizes, gradient, stream, formula="adam", scalars=scalars)
+    for pieces, expected in zip(shards, cut, strict=True):
+        assert all(map(torch.equal, pieces, expected))
