@@ -42,6 +42,7 @@ PRINTED_AGAIN = (
     "padding_idx",
     "channels_last",
     "Opacus takes",
+    "256 float32",
 )
 """Text of blocks that other tests print again."""
 
@@ -239,7 +240,7 @@ def test_opacus_moves_the_bytes_that_the_list_of_changes_prints() -> None:
 
 
 def test_documents_stay_short() -> None:
-    most = {"README.md": 140, "docs/guide.md": 350, "docs/findings.md": 200, REFERENCE: 360}
+    most = {"README.md": 140, "docs/guide.md": 350, "docs/findings.md": 200, REFERENCE: 375}
     most |= {RANKS: 160}
     most |= {
         page: 135 if "```diff" in (ROOT / page).read_text("utf-8") else 85 for page in UPSTREAM

@@ -62,8 +62,7 @@ class Seconds:
 def predict(footprint: Footprint, card: Roofs) -> Seconds:
     """Predict the times of a step on a card. The time of collectives is ignored."""
     bands = read_parameters(parted(footprint.case.trainer)[1]).get("bands", 1)
-    # Random numbers to draw for each byte of a gradient:
-    draws = int(bands) / (2 if footprint.case.precision == "bf16" else 4)
+    draws = int(bands) / 4  # random numbers to draw for each byte of a sum in float32
 
     def of_call(
         phase: str, operator: str, read: int, written: int, flops: int, sent: int, dtype: str

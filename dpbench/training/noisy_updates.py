@@ -69,7 +69,8 @@ def noisy_update(
 
     The pass reads each tensor once, and writes the parameters and moving averages once. If the
     parameters have P bytes, the pass moves 3 P bytes without moving averages, 5 P bytes with one
-    moving average, and 7 P bytes with two moving averages.
+    moving average, and 7 P bytes with two moving averages. For parameters in bf16, the sum is in
+    float32, which adds P bytes.
 
     Args:
         parameters: the parameters, ``[n]``; changed in place.

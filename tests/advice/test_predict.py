@@ -67,7 +67,8 @@ def test_each_call_is_bound_by_the_longer_of_the_two() -> None:
 @pytest.mark.parametrize(("precision", "size"), [("fp32", 4), ("bf16", 2)])
 def test_each_band_of_noise_takes_the_time_to_draw_it_once_more(precision: str, size: int) -> None:
     numbers, operator = 10**9, "dpbench.noisy_update"
-    update = "optimizer", operator, 1, 2 * numbers * size, numbers * size, 0, 0, ""
+    moved = numbers * (4 + size), numbers * size  # the sum is in float32
+    update = "optimizer", operator, 1, *moved, 0, 0, ""
 
     def seconds(trainer: str) -> float:
         counts = [Count(2, [update], [], 0, 0, True, {})]

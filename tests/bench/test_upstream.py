@@ -80,6 +80,18 @@ def test_an_update_keeps_the_threshold_with_the_diff(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+# --- sums ------------------------------------------------------------------------------------
+
+
+def test_one_of_many_similar_examples_moves_a_sum_of_opacus_as_far_as_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (script,) = upstream.blocks("sums", "python")
+    exec(script, {})
+    page = (upstream.PAGES / "sums.md").read_text(encoding="utf-8")
+    assert f"```\n{capsys.readouterr().out}```\n" in page
+
+
 # --- strided ---------------------------------------------------------------------------------
 
 
