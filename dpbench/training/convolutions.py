@@ -47,11 +47,12 @@ MOST_KEPT = 1.25
 """A per-sample gradient is kept if it has at most this many elements for each element of the
 example's input and output gradient, which would be kept instead."""
 
-FAST_ALGORITHMS = 64.0
+FAST_ALGORITHMS = 8.0
 """Assumed ratio of the rounding errors of a gradient of cuDNN to those of a matrix product, without
-tensor cores. cuDNN may use Winograd's algorithm, whose error for windows of 3 × 3 was 7 times that
-of the direct algorithm (Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks", 2015,
-https://arxiv.org/abs/1509.09308, table 7), or an FFT."""
+tensor cores. cuDNN may use Winograd's algorithm or an FFT. For windows of 3 × 3, the largest error
+of Winograd's algorithm was 7 times that of the direct algorithm (Lavin and Gray, "Fast Algorithms
+for Convolutional Neural Networks", 2015, https://arxiv.org/abs/1509.09308). Data could exceed this
+ratio."""
 
 
 def cheapest_way(layer: Any, x: Tensor, g: Tensor, ways: Collection[str], *, alone: bool) -> str:

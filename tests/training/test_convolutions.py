@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -54,6 +54,7 @@ def models(draw: st.DrawFn) -> tuple[nn.Module, Tensor]:
 
 @pytest.mark.parametrize("trainer", BOTH)
 @pytest.mark.parametrize("way", [KEPT, PRODUCTS])
+@settings(deadline=None)
 @given(models(), st.sampled_from([1, 2**12, 2**28]))
 def test_convolutions_move_by_the_mean_of_clipped_gradients(
     trainer: str, way: str, made: tuple[nn.Module, Tensor], at_once: int
@@ -107,6 +108,7 @@ def test_windows_of_the_input_are_not_kept(channels: int, monkeypatch: pytest.Mo
     assert largest.bytes <= 3 * batch.nbytes
 
 
+@settings(deadline=None)
 @given(
     st.integers(0, 2**31),
     st.sampled_from([torch.float32, torch.bfloat16]),
