@@ -22,7 +22,8 @@ shapes: x is its input ``[B, C, â€¦]``, and g is the output gradient ``[B, N, â€
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -187,14 +188,14 @@ def update_error(g: Tensor, tokens: int) -> ProductError:
     """Bound the error of the gradient that `clipped_gradient` computes for one example.
 
     ``of_sums`` and ``of_terms`` are as returned by the functions of these names in
-    `dpbench.training.norms`. With TF32, cuDNN is assumed to use tensor cores as matrix
-    products do, and to add in float32. It may also truncate the numbers, but not those that have
-    16 bits. It has its own setting for TF32, so the norm may be computed from other numbers than
-    the update. Otherwise, `FAST_ALGORITHMS` is assumed.
+    `dpbench.training.norms`. In 16 bits and with TF32, cuDNN is assumed to use tensor cores
+    as matrix products do, and to add in float32. With TF32, it may also truncate numbers. It has
+    its own setting for TF32, so the norm may be computed from other numbers than the update.
+    Otherwise, `FAST_ALGORITHMS` is assumed.
     """
     own = of_sums(g.dtype, tokens), of_terms(g.dtype, tokens)
     if g.itemsize == 2:
-        return ProductError(FAST_ALGORITHMS * own[0], own[1])
+        return ProductError(*own)
     cudnn: Any = torch.backends.cudnn
     in_tf32 = has_tf32() or (g.is_cuda and cudnn.conv.fp32_precision == "tf32")
     if g.dtype == torch.float32 and in_tf32:
@@ -215,14 +216,29 @@ def clipped_gradient(layer: Any, x: Tensor, g: Tensor, bias: bool) -> list[Tenso
         bias: whether the gradient of the bias is wanted.
     """
     padding, zeros = layer.padding, [0] * len(layer.stride)
-    wide = torch.promote_types(g.dtype, torch.float32)
+    narrow, wide = g.itemsize == 2, torch.promote_types(g.dtype, torch.float32)
     x, g = x.to(wide), g.to(wide)
     if isinstance(padding, str) or layer.padding_mode != "zeros":
         x, padding = padded(layer, x), zeros
     shape = g.new_empty(()).expand(layer.weight.shape)  # FSDP2 may have freed the weight
-    _, *made = torch.ops.aten.convolution_backward(
-        g, x, shape, [g.shape[1]], layer.stride, padding, layer.dilation, False,
-        zeros, layer.groups, [False, True, bias],
-    )  # fmt: skip
+    with tf32(narrow):
+        _, *made = torch.ops.aten.convolution_backward(
+            g, x, shape, [g.shape[1]], layer.stride, padding, layer.dilation, False,
+            zeros, layer.groups, [False, True, bias],
+        )  # fmt: skip
     gradients: list[Tensor] = made[: 1 + bias]
     return gradients
+
+
+@contextmanager
+def tf32(on: bool) -> Iterator[None]:
+    """In this context, let cuDNN use TF32, if ``on``."""
+    cudnn: Any = torch.backends.cudnn
+    settings = cudnn.conv
+    before = settings.fp32_precision
+    try:
+        if on:
+            settings.fp32_precision = "tf32"
+        yield
+    finally:
+        settings.fp32_precision = before

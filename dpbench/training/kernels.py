@@ -45,6 +45,8 @@ def is_in_tf32(dtype: torch.dtype) -> bool:
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
     wide = wide_type(a, b)
+    if a.shape[1] == b.shape[2] == 1:  # cuBLAS would launch one kernel for each example
+        return (a.to(wide) * b.mT.to(wide)).sum(2, keepdim=True)
     if a.is_cuda and a.itemsize == 2 and wide == torch.float32:
         return torch.bmm(a, b, out_dtype=wide)
     return torch.bmm(a.to(wide), b.to(wide))
