@@ -59,7 +59,7 @@ def test_what_only_the_parent_needs_stays_there(tmp_path: Path) -> None:
 def test_a_script_has_its_own_arguments(timeout: float | None, tmp_path: Path) -> None:
     words = ("train.py", "--lr", "0.1", "two words", "")
     program = Program(words, skip=0, steps=2, go_on=True, timeout=timeout)
-    script = ScriptRun(Timing(FOLDER), *vars(program).values(), baseline="plain")
+    script = ScriptRun(Timing(FOLDER), *vars(program).values())
     task = told(Task(Script("train", 8), script.instrument, script), tmp_path)
     assert task == Task(Script("train", 8), Timing(FOLDER), program)
     assert isinstance(task.case, Script)
