@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.upstream import SHARDED, difference, measured, parsed, trained, with_copy
 from dpbench import Case
 from dpbench.instruments.logical.logical import Logical
+from dpbench.training.parallel import OwnGenerator
 
 TRAINER = "dpsgd_ghost"
 RANKS = 2
@@ -53,6 +54,8 @@ def train(rank: int, folder: str) -> None:
 def noise_correlation(optimizer: Any) -> float:
     """Return the correlation of two ranks' noise, if both ranks have the same seed."""
     torch.manual_seed(0)
+    if isinstance(optimizer.generator, OwnGenerator):  # the trainer's, which differs between ranks
+        optimizer.generator = None
     largest = max(optimizer.params, key=torch.numel)
     with implicit_replication():
         noise = _generate_noise(1.0, largest, generator=optimizer.generator)

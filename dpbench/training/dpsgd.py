@@ -110,8 +110,9 @@ class OpacusTrainer(TrainerBase):
             refuse_strided_inputs(self.model)
         self.grad_sample_module = self.wrap()
         self.optimizer = self.private_optimizer()
-        device = self.optimizer.params[0].device
-        self.optimizer.generator = own_generator(device, self.seed, self.parallel)
+        if self.optimizer.generator is None:  # so that Opacus would use PyTorch's default generator
+            device = self.optimizer.params[0].device
+            self.optimizer.generator = own_generator(device, self.seed, self.parallel)
         if len(self.noise_weights) > 1:
             correlate_noise(self.optimizer, self.noise_weights, self.noise_steps)
         mark_phases(self.optimizer)

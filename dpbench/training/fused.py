@@ -139,6 +139,11 @@ class FusedTrainer(ClippedSumTrainer):
     def distribute(self, model: nn.Module) -> nn.Module:
         if self.parallel != "fsdp2":
             return super().distribute(model)
+        if self.sampling == "poisson":
+            raise self.refusal(
+                "with sampling=poisson, a rank without examples would not gather the shards that "
+                "other ranks need; use parallel=ddp"
+            )
         self.labels = {**self.labels, DRAWN_BY: "each rank, for its share"}
         return sharded(model, self.workload)
 

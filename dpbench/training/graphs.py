@@ -148,6 +148,11 @@ class StepGraphs:
                 # FSDP2 gathers the last block earlier in a captured backward, see `_backward`.
                 if name == "forward" or self.trainer.parallel != "fsdp2":
                     self._check_operators(name, operators)
+        if self._reads and self._fills and self.trainer.parallel != "none":
+            raise RuntimeError(
+                f"Python reads from the GPU at {self._reads[0]}, and a rank without examples would "
+                f"not compare what ranks read"
+            )
         self.phases["clip"] = self._capture_clip()
 
     def _watched(self, function: Callable[[], None], operators: StepOperators) -> None:

@@ -424,7 +424,8 @@ def without_dropped(tensor: Tensor, factors: Tensor, *, in_place: bool) -> Tenso
     if in_place and tensor.is_contiguous():
         torch.ops.dpbench.clear_dropped.default(tensor, factors)
         return tensor
-    return torch.where(factors.view(-1, *[1] * (tensor.dim() - 1)) == 0, 0, tensor)
+    # In a CUDA graph, `torch.where` with a number would wait for the GPU.
+    return tensor.masked_fill(factors.view(-1, *[1] * (tensor.dim() - 1)) == 0, 0)
 
 
 def _clear_dropped(tensor: Tensor, factors: Tensor) -> None:

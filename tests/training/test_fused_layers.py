@@ -117,6 +117,13 @@ class FirstOf(nn.Module):
         return self.layer(x)[0]  # type: ignore[no-any-return]
 
 
+class SumOfPositions(nn.Module):
+    """The gradient of its input is expanded, so it has the memory of one position."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum((2, 3))
+
+
 class CheckpointedTheOtherWay(nn.Module):
     """A block that runs again in backward, not reentrantly."""
 
@@ -168,8 +175,8 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "unknown twice": (lambda: Twice(Scale()), TOKENS),
     "unknown, frozen in part": (lambda: frozen(between(Scale()), "2.gain"), TOKENS),
     "Conv": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4)), IMAGES),
-    "GroupNorm, pooled": (
-        lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.AdaptiveAvgPool2d(1)),
+    "GroupNorm, summed": (
+        lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(1, 4), SumOfPositions()),
         IMAGES,
     ),
     "Conv changed in place": (

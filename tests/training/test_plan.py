@@ -128,15 +128,17 @@ ANY: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def update(model: Callable[[], nn.Module], trainer: str) -> tuple[Any, Tensor]:
+def update(
+    model: Callable[[], nn.Module], trainer: str, batch: Tensor = TOKENS
+) -> tuple[Any, Tensor]:
     torch.manual_seed(0)
-    workload = Given(model, TOKENS)
+    workload = Given(model, batch)
     made = TRAINERS[trainer](
         workload.model(), batch_size=EXAMPLES, workload=workload,
         noise_multiplier=0.0, learning_rate=1.0, max_grad_norm=0.1,
     )  # fmt: skip
     before = [p.detach().clone() for p in made.model.parameters()]
-    made.train_step(TOKENS)
+    made.train_step(batch)
     pairs = zip(made.model.parameters(), before, strict=True)
     return made, torch.cat([(after.detach() - old).flatten() for after, old in pairs])
 
@@ -206,6 +208,39 @@ def test_layers_that_mix_examples_are_refused(
 ) -> None:
     with pytest.raises(ConfigurationError, match=said):
         update(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), layer()), trainer)
+
+
+class SequenceFirst(nn.Module):
+    """Layers whose first dimension is the token; ``restores`` if the outputs are by example."""
+
+    def __init__(self, *, restores: bool) -> None:
+        super().__init__()
+        self.linear, self.encoder, self.restores = nn.Linear(WIDTH, WIDTH), encoder(), restores
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.encoder(self.linear(x.transpose(0, 1)))
+        return made.transpose(0, 1) if self.restores else made
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (lambda: SequenceFirst(restores=True), ""),
+        (lambda: SequenceFirst(restores=False), "must return one loss for each example"),
+        (encoder, "mixes examples"),
+    ],
+)
+def test_examples_in_another_dimension_are_clipped_or_refused_also_in_a_square_batch(
+    model: Callable[[], nn.Module], said: str
+) -> None:
+    batch = torch.randn(EXAMPLES, EXAMPLES, WIDTH, generator=torch.Generator().manual_seed(0))
+    if said:
+        with pytest.raises(ConfigurationError, match=said):
+            update(model, "fused", batch)
+    else:
+        _, expected = update(model, "micro_batch", batch)
+        _, made = update(model, "fused", batch)
+        torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_a_loss_that_divides_by_something_of_the_batch_is_refused() -> None:
