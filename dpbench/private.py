@@ -307,7 +307,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """Return the state of the private training, see `Private.state_dict`."""
         return self._private.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state of the private training."""
         self._private.load_state_dict(state)
 
@@ -349,13 +349,10 @@ class SameFunction:
 
     def __init__(self, function: Losses) -> None:
         self._function: Any = function  # keeps the objects alive, so that they keep their ids
-        code = getattr(function, "__code__", function)
+        code, owner = getattr(function, "__code__", function), getattr(function, "__self__", None)
         beside = [each.cell_contents for each in getattr(function, "__closure__", None) or ()]
-        beside += [
-            getattr(function, "__self__", None),
-            *(getattr(function, "__defaults__", 0) or ()),
-        ]
-        self._ids = [id(each) for each in (code, *beside)]
+        beside += getattr(function, "__defaults__", None) or ()
+        self._ids = [id(each) for each in (code, owner, *beside)]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, SameFunction) and self._ids == other._ids
@@ -380,12 +377,11 @@ class OutputMeans:
         given, options = pytree.tree_unflatten(leaves, self._structure)
         returned = model(*given, **options)
         examples = len(batch[0])
+        tensors = [each for each in pytree.tree_leaves(returned) if isinstance(each, Tensor)]
         found = [
             each.flatten(1).mean(1) if each.dim() > 1 else each
-            for each in pytree.tree_leaves(returned)
-            if isinstance(each, Tensor)
-            and each.is_floating_point()
-            and each.shape[:1] == (examples,)
+            for each in tensors
+            if each.is_floating_point() and each.shape[:1] == (examples,)
         ]
         if not found:
             raise ConfigurationError(
@@ -394,7 +390,7 @@ class OutputMeans:
         return torch.stack(found).sum(0)
 
 
-class PoissonSampler(UniformWithReplacementSampler):
+class PoissonSampler(UniformWithReplacementSampler):  # type: ignore[misc]
     """Opacus's sampler, with random numbers of ChaCha in place of a generator with a short seed.
 
     Each example is in a batch with the same probability, independent of all other examples and

@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 from dpbench.core.errors import ConfigurationError
-from dpbench.private import Losses, PrivateOptimizer, make_private
+from dpbench.private import Losses, Private, PrivateOptimizer, make_private
 
 IGNORED = -100
 """The label of tokens without a loss."""
@@ -35,7 +35,10 @@ class Privacy:
     seed: int | None = None
 
 
-class PrivateTrainer(transformers.Trainer):
+Trainer: Any = transformers.Trainer
+
+
+class PrivateTrainer(Trainer):  # type: ignore[misc]
     """``transformers.Trainer`` whose training is private.
 
     It has the same arguments. Batches are Poisson batches of per_device_train_batch_size ×
@@ -58,7 +61,8 @@ class PrivateTrainer(transformers.Trainer):
     def __init__(
         self, *arguments: Any, privacy: Privacy, losses: Losses | None = None, **options: Any
     ) -> None:
-        self.privacy, self.private = privacy, None
+        self.privacy = privacy
+        self._private: Private | None = None
         self._losses = losses or example_losses
         given = list(arguments)
         place = 1 if len(given) > 1 else None
@@ -79,12 +83,12 @@ class PrivateTrainer(transformers.Trainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the optimizer, and prepare private training when it is first called."""
-        if self.private is None:
+        if self._private is None:
             optimizer = super().create_optimizer(model)
             steps = len(self.train_dataset) // self._logical
             epochs = self.args.max_steps / steps if self.args.max_steps > 0 else None
             target = self.privacy.target_epsilon is not None
-            self.private = make_private(
+            self._private = make_private(
                 self.model,
                 optimizer,
                 self.train_dataset,
@@ -101,12 +105,19 @@ class PrivateTrainer(transformers.Trainer):
                 num_workers=self.args.dataloader_num_workers,
                 pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
             )
-            self.optimizer = StepTaken(optimizer, self.private)
-        return self.optimizer
+            self.optimizer = StepTaken(optimizer, self._private)
+        made: torch.optim.Optimizer = self.optimizer
+        return made
+
+    @property
+    def private(self) -> Private:
+        """The private training, from the first call of ``train`` on."""
+        self.create_optimizer()
+        assert self._private is not None
+        return self._private
 
     def get_train_dataloader(self) -> Any:
         """Return the loader of Poisson batches."""
-        self.create_optimizer()
         return self.private.loader
 
     def training_step(
@@ -114,7 +125,8 @@ class PrivateTrainer(transformers.Trainer):
     ) -> Tensor:
         """Take a whole private step, and return the mean loss before it."""
         model.train()
-        return self.private.step(dict(inputs), self._contextual).to(self.args.device)
+        loss = self.private.step(dict(inputs), self._contextual)
+        return loss.to(torch.device(self.args.device))
 
     def _contextual(self, model: Callable[..., Any], batch: Any) -> Tensor:
         with self.compute_loss_context_manager():
@@ -122,15 +134,15 @@ class PrivateTrainer(transformers.Trainer):
 
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
         """Add ε to the logs."""
-        if self.private is not None and self.private.steps:
-            logs["epsilon"] = self.private.epsilon(self.privacy.delta)
+        if self._private and self._private.steps:
+            logs["epsilon"] = self._private.epsilon(self.privacy.delta)
         super().log(logs, *arguments, **options)
 
 
 class StepTaken(PrivateOptimizer):
     """The optimizer of the loop of Transformers, which steps after `PrivateTrainer` has done so."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Do nothing."""
 
 
@@ -158,7 +170,8 @@ def example_losses(model: Callable[..., Any], batch: dict[str, Any]) -> Tensor:
         logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORED
     )
     counted = (labels != IGNORED).sum(1).clamp(min=1)
-    return each.view(labels.shape).sum(1) / counted
+    losses: Tensor = each.view(labels.shape).sum(1) / counted
+    return losses
 
 
 def check_arguments(args: Any) -> None:
