@@ -24,8 +24,9 @@ from dpbench.training.clipped_sums import Buffer, groups_of, one_buffer
 from dpbench.training.kernels import triton_kernels
 from dpbench.training.noise_stream import BLOCK, MOST_ELEMENTS, normal_numbers
 
-WARPS = 4
-"""Number of warps of the kernel's programs."""
+WARPS = BLOCK // 32
+"""Number of warps of the kernel's programs. If a thread had several elements of a block, Triton
+would exchange the noise between threads, so that each thread loads and stores neighbours."""
 
 
 class Scalars(NamedTuple):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -88,3 +92,8 @@ def test_an_update_stores_each_number_once(
     target = GPUTarget("cuda", capability, 32)
     ptx = triton.compile(source, target=target, options={"num_warps": WARPS}).asm["ptx"]
     assert ptx.count("st.global") == 16 * (1 + averages)  # 16 blocks
+
+
+def test_an_update_draws_the_noise_of_pytorch() -> None:
+    command = [sys.executable, "-m", "tests.training.interpreted_noise"]
+    subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, check=True)
