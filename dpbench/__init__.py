@@ -16,6 +16,7 @@ _NAMES_BY_MODULE = {
     "dpbench.core.errors": ("ConfigurationError", "DpbenchError", "InstrumentError"),
     "dpbench.core.metrics": ("METRICS", "Counters", "Metric", "Peak", "Share", "Sum", "Timed"),
     "dpbench.core.registry": ("MODELS", "OUTPUTS", "TRAINERS", "WORKLOADS"),
+    "dpbench.private": ("Private", "make_private"),
     "dpbench.training.base": ("Batch", "TrainerBase"),
     "dpbench.training.standard": ("StandardTrainer",),
     "dpbench.training.dpsgd": (

@@ -28,6 +28,8 @@ MAY_IMPORT = {
     "instruments": {"core", "workloads", "training", "child", "launch", "results"},
     "show": {"core", "results"},
     "advice": {"core", "child", "launch", "instruments", "results"},
+    "private": {"core", "workloads", "training"},
+    "integrations": {"core", "private"},
 }
 """Folders of dpbench that each folder may import. `FRONTS` may import all of them."""
 
@@ -38,9 +40,9 @@ FRONTS |= {"runner", "session_store"}
 MAY_USE = {
     "torch": {
         *("workloads", "training", "child", "launch", "verify", "instruments", "advice"),
-        "commands",
+        *("commands", "private", "integrations"),
     },
-    "opacus": {"workloads", "training"},
+    "opacus": {"workloads", "training", "private"},
     "pandas": {"results", "show", "session", "plugin", "commands", "advice", "instruments"},
     "plotly": {"show"},
     "submitit": {"commands"},

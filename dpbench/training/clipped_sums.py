@@ -406,6 +406,8 @@ class ClippedSumTrainer(TrainerBase):
     adds noise to its share of each sum before the sum is reduced."""
     captured_threshold: Tensor | None = None
     """C as an input of the CUDA graph that is being captured, a float64 scalar; otherwise None."""
+    loss_scale: float = 1
+    """The number by which a loss was divided before backward, such as B for a mean loss."""
     present: Tensor | None = None
     """In a CUDA graph with room for more examples, 1 for examples of the batch and 0 for copies."""
 
@@ -465,8 +467,10 @@ class ClippedSumTrainer(TrainerBase):
         """
         threshold = self.captured_threshold
         factors = clipping_factors(
-            total(squared_norms), self.max_grad_norm if threshold is None else threshold
+            total(squared_norms) * self.loss_scale**2,
+            self.max_grad_norm if threshold is None else threshold,
         )
+        factors *= self.loss_scale
         dropped = factors == 0
         self.dropped += (dropped if self.present is None else dropped * self.present).sum().long()
         return factors

@@ -131,7 +131,7 @@ class FusedTrainer(ClippedSumTrainer):
         self.last_block: Any = None  # the last FSDP2 block that forward ran
         for layer in self.layers[1:]:
             if isinstance(layer, FSDPModule):
-                layer.register_forward_hook(self._note_block)
+                layer.register_forward_hook(OwnHook(self._note_block))
 
     def distribute(self, model: nn.Module) -> nn.Module:
         if self.parallel != "fsdp2":
@@ -146,7 +146,7 @@ class FusedTrainer(ClippedSumTrainer):
 
     # --- rules -----------------------------------------------------------------------------------
 
-    def _plan(self, batch: Batch) -> None:
+    def prepare(self, batch: Batch) -> None:
         """Choose a rule for each layer, see `dpbench.training.plan`."""
         fake = any(isinstance(each, FakeTensor) for each in pytree.tree_leaves(batch))
         width = 2 if self.autocast else min(each.itemsize for each in self.trained)
@@ -155,9 +155,9 @@ class FusedTrainer(ClippedSumTrainer):
             plan.fit(Probe(self.model, self._probed, batch, TOLERANCES[width]), fake=fake)
         self.rules, self._uses_are_checked = plan.rules, plan.knows_uses
         for layer in plan.expanded:
-            layer.register_forward_pre_hook(partial(expand, lambda: self.examples))
+            layer.register_forward_pre_hook(OwnHook(partial(expand, lambda: self.examples)))
         for layer, rule in self.rules.items():
-            layer.register_forward_hook(partial(self._save, rule), with_kwargs=True)
+            layer.register_forward_hook(OwnHook(partial(self._save, rule)), with_kwargs=True)
             for parameter in rule.trained.values():
                 self.tied.setdefault(parameter, []).append(rule)
         self.tied = {p: rules for p, rules in self.tied.items() if len(rules) > 1}
@@ -251,7 +251,7 @@ class FusedTrainer(ClippedSumTrainer):
         graphs = graphs and not (self.parallel == "fsdp2" and self.micro_batches > 1)
         self._is_first &= graphs
         if not self.rules and examples_in(batch):
-            self._plan(batch)
+            self.prepare(batch)
         parts = [part for _, part in self.parts(batch)] if graphs else []
         if parts and self._is_first:
             self._is_first = False
@@ -336,6 +336,8 @@ class FusedTrainer(ClippedSumTrainer):
         seen = self.seen.setdefault(layer, [])
 
         def save_gradient(gradient: Tensor) -> None:
+            if not held:
+                raise rule.refusal("backward ran twice before the step")
             activations = held.pop()()  # otherwise, it would stay in memory until backward ends
             gradient = gradient.detach().reshape(shape)
             if rule.rows > 1:
@@ -455,6 +457,23 @@ class FusedTrainer(ClippedSumTrainer):
         for pairs in together.values():
             norms.add_tied(pairs)
         return norms.squared_norms()
+
+
+class OwnHook:
+    """A hook of a module. A copy of the module, also one from a file, has a hook that does nothing.
+
+    Args:
+        function: the hook; None for a hook that does nothing.
+    """
+
+    def __init__(self, function: Callable[..., Any] | None = None) -> None:
+        self._function = function
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._function(*arguments) if self._function else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OwnHook, ()
 
 
 class Unchanged:

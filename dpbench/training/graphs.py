@@ -382,11 +382,12 @@ def signature(trainer: Any, part: Batch) -> tuple[object, ...]:
     """Return what must be equal at capture and replay.
 
     These are the shapes and dtypes of the batch, the plain attributes of each layer, such as
-    ``training`` or a dropout's ``p``, and the addresses of buffers.
+    ``training`` or a dropout's ``p``, the addresses of buffers, and the function of the losses.
     """
     leaves, structure = pytree.tree_flatten(part)
     kinds = [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
-    return structure, kinds, [decided_by(layer) for layer in trainer.layers]
+    losses = trainer.workload.captured_with()
+    return structure, kinds, [decided_by(layer) for layer in trainer.layers], losses
 
 
 def decided_by(layer: nn.Module) -> tuple[object, ...]:

@@ -43,6 +43,10 @@ class Workload(ABC):
         """Return the mean of `losses`, a scalar. Subclasses may have a faster computation."""
         return self.losses(model, batch).mean()
 
+    def captured_with(self) -> object:
+        """Return what must be equal at the capture and each replay of a step."""
+        return None
+
     def blocks(self, model: nn.Module) -> Iterable[nn.Module]:
         """Return the parts of the model that are recomputed by activation checkpointing.
 

@@ -1,0 +1,196 @@
+"""Private training with the ``Trainer`` of Transformers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+from dpbench.core.errors import ConfigurationError
+from dpbench.private import Losses, Private, PrivateOptimizer, make_private
+
+IGNORED = -100
+"""The label of tokens without a loss."""
+
+
+@dataclass(frozen=True)
+class Privacy:
+    """What `PrivateTrainer` promises, in the words of `dpbench.private.make_private`.
+
+    Give ``noise_multiplier``, or ``target_epsilon`` for the epochs of the training's arguments.
+    ``delta`` is that of the target, and of the ε in logs.
+    """
+
+    max_grad_norm: float
+    delta: float
+    noise_multiplier: float | None = None
+    target_epsilon: float | None = None
+    accountant: str = "prv"
+    seed: int | None = None
+
+
+Trainer: Any = transformers.Trainer
+
+
+class PrivateTrainer(Trainer):  # type: ignore[misc]
+    """``transformers.Trainer`` whose training is private.
+
+    It has the same arguments. Batches are Poisson batches of per_device_train_batch_size ×
+    gradient_accumulation_steps examples on average, of which per_device_train_batch_size are
+    trained at once. Its checkpoints contain the accountant. Logs contain ε. The loss in logs has no
+    noise, and to publish it is not private.
+
+    The ``max_grad_norm`` of the training's arguments is set to 0. It would clip the noisy mean, and
+    `Privacy.max_grad_norm` clips each example.
+
+    Args:
+        privacy: what is promised.
+        losses: returns the losses of a batch's examples, ``[B]``, from the model and the batch, a
+            dictionary. The default is `example_losses`.
+
+    Raises:
+        ConfigurationError: an argument cannot be kept in private training.
+    """
+
+    def __init__(
+        self, *arguments: Any, privacy: Privacy, losses: Losses | None = None, **options: Any
+    ) -> None:
+        self.privacy = privacy
+        self._private: Private | None = None
+        self._losses = losses or example_losses
+        given = list(arguments)
+        place = 1 if len(given) > 1 else None
+        args = given[1] if place else options.get("args")
+        if args is None:
+            args = transformers.TrainingArguments()
+        check_arguments(args)
+        args = copy.copy(args)
+        self._physical = args.per_device_train_batch_size
+        self._logical = self._physical * args.gradient_accumulation_steps
+        args.gradient_accumulation_steps, args.max_grad_norm = 1, 0.0
+        args.ignore_data_skip = True  # a Poisson batch is drawn anew, never repeated
+        if place:
+            given[1] = args
+        else:
+            options["args"] = args
+        super().__init__(*given, **options)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Create the optimizer, and prepare private training when it is first called."""
+        if self._private is None:
+            optimizer = super().create_optimizer(model)
+            steps = len(self.train_dataset) // self._logical
+            epochs = self.args.max_steps / steps if self.args.max_steps > 0 else None
+            target = self.privacy.target_epsilon is not None
+            self._private = make_private(
+                self.model,
+                optimizer,
+                self.train_dataset,
+                batch_size=self._logical,
+                physical_batch_size=self._physical,
+                max_grad_norm=self.privacy.max_grad_norm,
+                noise_multiplier=self.privacy.noise_multiplier,
+                target_epsilon=self.privacy.target_epsilon,
+                target_delta=self.privacy.delta if target else None,
+                epochs=(epochs or self.args.num_train_epochs) if target else None,
+                accountant=self.privacy.accountant,
+                seed=self.privacy.seed,
+                collate_fn=self.data_collator,
+                num_workers=self.args.dataloader_num_workers,
+                pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
+            )
+            self.optimizer = StepTaken(optimizer, self._private)
+        made: torch.optim.Optimizer = self.optimizer
+        return made
+
+    @property
+    def private(self) -> Private:
+        """The private training, from the first call of ``train`` on."""
+        self.create_optimizer()
+        assert self._private is not None
+        return self._private
+
+    def get_train_dataloader(self) -> Any:
+        """Return the loader of Poisson batches."""
+        return self.private.loader
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Take a whole private step, and return the mean loss before it."""
+        model.train()
+        loss = self.private.step(dict(inputs), self._contextual)
+        return loss.to(torch.device(self.args.device))
+
+    def _contextual(self, model: Callable[..., Any], batch: Any) -> Tensor:
+        with self.compute_loss_context_manager():
+            return self._losses(model, batch)
+
+    def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
+        """Add ε to the logs."""
+        if self._private and self._private.steps:
+            logs["epsilon"] = self._private.epsilon(self.privacy.delta)
+        super().log(logs, *arguments, **options)
+
+
+class StepTaken(PrivateOptimizer):
+    """The optimizer of the loop of Transformers, which steps after `PrivateTrainer` has done so."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Do nothing."""
+
+
+def example_losses(model: Callable[..., Any], batch: dict[str, Any]) -> Tensor:
+    """Return each example's mean loss over its own labels, as models of Transformers have it.
+
+    Args:
+        model: a model for causal or masked language modelling, or for classification.
+        batch: its inputs, with ``labels``.
+    """
+    inputs = {name: each for name, each in batch.items() if name != "labels"}
+    if "labels" not in batch:
+        raise ConfigurationError("the batch has no labels: pass losses=… to PrivateTrainer")
+    logits, labels = model(**inputs).logits, batch["labels"]
+    if logits.dim() == 2 and logits.shape[1] == 1:
+        return F.mse_loss(logits[:, 0], labels.to(logits.dtype), reduction="none")
+    if logits.dim() == 2 and labels.dim() == 1:
+        return F.cross_entropy(logits, labels, reduction="none")
+    if logits.dim() != 3 or labels.dim() != 2:
+        raise ConfigurationError("the losses of this model are not known: pass losses=…")
+    whole: Any = getattr(model, "get_base_model", lambda: model)()
+    if type(whole).__name__.endswith(("ForCausalLM", "LMHeadModel")):
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    each = F.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORED
+    )
+    counted = (labels != IGNORED).sum(1).clamp(min=1)
+    losses: Tensor = each.view(labels.shape).sum(1) / counted
+    return losses
+
+
+def check_arguments(args: Any) -> None:
+    """Raise if training arguments ask for what private training cannot do."""
+    if getattr(args, "group_by_length", False) or (
+        getattr(args, "train_sampling_strategy", "random") not in ("random",)
+    ):
+        raise ConfigurationError(
+            "batches of examples of equal length are no Poisson batches: leave out group_by_length "
+            "or train_sampling_strategy"
+        )
+    if getattr(args, "packing", False):
+        raise ConfigurationError("packing puts several examples into one: leave it out")
+    if args.fp16:
+        raise ConfigurationError("fp16 scales gradients before they are clipped: use bf16")
+    if args.world_size > 1 or args.n_gpu > 1 or args.deepspeed or args.fsdp:
+        raise ConfigurationError(
+            "PrivateTrainer trains on one GPU: set CUDA_VISIBLE_DEVICES to one, or use "
+            "dpbench.make_private under torchrun, which supports several"
+        )
+    if args.torch_compile:
+        raise ConfigurationError("compiled code has no layers that can be clipped: leave it out")
