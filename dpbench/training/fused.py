@@ -152,13 +152,12 @@ class FusedTrainer(ClippedSumTrainer):
     def prepare(self, batch: Batch) -> None:
         """Choose a rule for each layer, see `dpbench.training.plan`."""
         fake = any(isinstance(each, FakeTensor) for each in pytree.tree_leaves(batch))
-        width = 2 if self.autocast else self.trained[0].itemsize
         with _disable_current_modes():  # so that nothing is counted
             plan = Plan(self.model, kernels=self.kernels, one_example=self._one_example)
-            plan.fit(Probe(self.model, self._probed, batch, TOLERANCES[width]), fake=fake)
+            plan.fit(self._probe(batch), fake=fake)
         self.rules, self._uses_are_checked = plan.rules, plan.knows_uses
         for layer in plan.expanded:
-            layer.register_forward_pre_hook(OwnHook(partial(expand, lambda: self.examples)))
+            layer.register_forward_pre_hook(OwnHook(partial(expand, self._expanded_to)))
         for layer, rule in self.rules.items():
             layer.register_forward_hook(OwnHook(partial(self._save, rule)), with_kwargs=True)
             for parameter in rule.trained.values():
@@ -166,6 +165,21 @@ class FusedTrainer(ClippedSumTrainer):
         self.tied = {p: rules for p, rules in self.tied.items() if len(rules) > 1}
         if units := [rule for rule in self.rules.values() if isinstance(rule, UnitRule)]:
             warnings.warn(cost_of(units), stacklevel=3)
+
+    def check_losses(self, batch: Batch) -> None:
+        """Check a function of losses that is used for the first time after `prepare`."""
+        plan = Plan(self.model, kernels=self.kernels, one_example=self._one_example)
+        plan.check_losses(self._probe(batch))
+        self._uses_are_checked = False
+
+    def _probe(self, batch: Batch) -> Probe:
+        width = 2 if self.autocast else self.trained[0].itemsize
+        return Probe(self.model, self._probed, batch, TOLERANCES[width])
+
+    def _expanded_to(self) -> int:
+        """Return for how many examples a shared input is expanded; 0 outside of training."""
+        trains = self._listening and (torch.is_grad_enabled() or self.model.training)
+        return self.examples if trains else 0
 
     def _probed(self, batch: Batch) -> Tensor:
         # Wrappers of the trainer's own method expect the batches of its steps.
@@ -358,8 +372,8 @@ class FusedTrainer(ClippedSumTrainer):
         seen = self.seen.setdefault(layer, [])
 
         def save_gradient(gradient: Tensor) -> None:
-            if not held:
-                raise rule.refusal("backward ran twice before the step")
+            if not held or self.seen.get(layer) is not seen:
+                raise rule.refusal("backward ran twice for one forward, or after the step")
             activations = held.pop()()  # otherwise, it would stay in memory until backward ends
             gradient = gradient.detach().reshape(shape)
             if rule.rows > 1:
@@ -379,6 +393,8 @@ class FusedTrainer(ClippedSumTrainer):
         seen, gradients = self.seen.setdefault(rule.layer, []), dict[int, Tensor]()
 
         def save_gradient(number: int, gradient: Tensor) -> None:
+            if number in gradients or self.seen.get(rule.layer) is not seen:
+                raise rule.refusal("backward ran twice for one forward, or after the step")
             if not gradients:
                 kept = [x() if isinstance(x, Unchanged) else x for x in held]
                 seen.append((kept, structure, gradients))
@@ -397,7 +413,7 @@ class FusedTrainer(ClippedSumTrainer):
     def _save_call(self, rule: Rule[Any], seen: Saved, x: Tensor, g: Tensor) -> None:
         """Keep a call's tensors. At the layer's first call, choose how to compute norms."""
         if not seen:
-            alone = self.part_size == self.micro_batches == 1
+            alone = self.examples == self.part_size == self.micro_batches == 1
             options = {"kernel": self.kernels, "alone": alone}
             self.ways[rule.name] = rule.way(x, g, self.known_ways, **options)
             if self._tied(rule):
@@ -494,8 +510,13 @@ class OwnHook:
     def __call__(self, *arguments: Any) -> Any:
         return self._function(*arguments) if self._function else None
 
+    @property
+    def acts(self) -> bool:
+        """Whether the hook does anything."""
+        return self._function is not None
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return OwnHook, ()
+        return type(self), ()
 
 
 class Unchanged:

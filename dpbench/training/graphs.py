@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 from unittest.mock import patch
 
@@ -394,6 +395,81 @@ def decided_by(layer: nn.Module) -> tuple[object, ...]:
     """Return a layer's attributes of plain types, and the addresses of its buffers."""
     plain = [(name, value) for name, value in vars(layer).items() if isinstance(value, PLAIN)]
     return *plain, *(each.data_ptr() for each in layer._buffers.values() if each is not None)
+
+
+class Same:
+    """Equal to another only if both hold the same object."""
+
+    def __init__(self, value: object, version: int = 0) -> None:
+        self._value, self._version = value, version  # an object that lives keeps its identity
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, Same) and self._value is other._value
+        return same and self._version == other._version  # type: ignore[attr-defined]
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+DEEPEST = 6
+"""How many objects `values_of` follows, one from another."""
+
+
+def values_of(value: Any, names: frozenset[str] = frozenset(), depth: int = 0) -> object:
+    """Return what must stay equal so that a function computes the same.
+
+    These are its code, and the values that the code can reach: variables around it, defaults,
+    globals, arguments of ``functools.partial``, and attributes of objects. Of globals and
+    attributes, only those count whose names are in the code. Numbers and texts are compared, other
+    objects must stay the same.
+
+    Args:
+        value: the function, or a value that it can reach.
+        names: names of globals and attributes in the code.
+        depth: number of objects that were followed to this value.
+    """
+    if isinstance(value, PLAIN):
+        return type(value), value
+    if isinstance(value, Tensor):  # a graph reads a GPU's memory, but not that of the CPU
+        return Same(value, 0 if value.is_cuda else value._version)
+    if depth > DEEPEST:
+        return Same(value)
+    follow = partial(values_of, names=names, depth=depth + 1)
+    if isinstance(value, dict):
+        return [(key, follow(each)) for key, each in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [follow(each) for each in value]
+    if isinstance(value, partial):
+        return [follow(each) for each in (value.func, value.args, value.keywords)]
+    if isinstance(value, MethodType):
+        function = values_of(value.__func__, names, depth + 1)
+        own = names_in(value.__func__) if isinstance(value.__func__, FunctionType) else names
+        return function, values_of(value.__self__, names | own, depth + 1)
+    if isinstance(value, FunctionType):
+        if value.__module__.partition(".")[0] == "torch":
+            return Same(value)
+        own = names | names_in(value)
+        reached = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+        reached += [value.__defaults__, value.__kwdefaults__]
+        reached += [value.__globals__[name] for name in sorted(own & value.__globals__.keys())]
+        return Same(value.__code__), [values_of(each, own, depth + 1) for each in reached]
+    call = getattr(type(value), "__call__", None)  # noqa: B004  # its code, not whether it is there
+    if isinstance(call, FunctionType) and not isinstance(value, (type, nn.Module)):
+        names |= names_in(call)
+    if isinstance(value, ModuleType):
+        chosen = {n: x for n, x in vars(value).items() if n in names and isinstance(x, PLAIN)}
+        return Same(value), chosen
+    own_values = {n: x for n, x in getattr(value, "__dict__", {}).items() if n in names}
+    return Same(value), {n: values_of(x, names, depth + 1) for n, x in own_values.items()}
+
+
+def names_in(function: FunctionType) -> frozenset[str]:
+    """Return the names of globals and attributes in the code of a function and inner functions."""
+    waiting, names = [function.__code__], set[str]()
+    while waiting:
+        code = waiting.pop()
+        names.update(code.co_names)
+        waiting += [each for each in code.co_consts if isinstance(each, CodeType)]
+    return frozenset(names)
 
 
 def next_buffers(buffers: Iterator[Buffer], least: float) -> list[Buffer]:

@@ -219,6 +219,69 @@ class Probe:
             )
 
 
+class OutputSums:
+    """Computes for each example a weighted sum of what the model returns, in place of a loss.
+
+    In the usual loop, only the loss's value is known after the forward. So examples that the model
+    mixes are noticed, and examples that the loss mixes are noticed only if the model computes it.
+    """
+
+    def __init__(
+        self, leaves: list[Any], where: list[int], structure: Any, *, scales: bool
+    ) -> None:
+        self._leaves, self._where, self._structure = leaves, where, structure
+        self._scales = scales
+
+    def __call__(self, model: Callable[..., Any], batch: Any) -> Tensor:
+        found, losses = self._returned(model, batch)
+        if not found:
+            raise ConfigurationError(
+                "the model returns no tensor whose first dimension is the example: use private.step"
+            )
+        if losses and not torch.is_grad_enabled():
+            self._check_loss(model, batch)
+        flat = torch.cat([each.flatten(1).float() for each in found], 1)
+        # The elements of a normalized output have a constant mean, so a plain mean tells nothing.
+        sums: Tensor = flat @ torch.arange(flat.shape[1], device=flat.device).cos()
+        return sums.div(flat.shape[1] ** 0.5)
+
+    def _returned(self, model: Callable[..., Any], batch: Any) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the model's outputs of examples, and its outputs that are one number."""
+        leaves = [*self._leaves]
+        for n, each in zip(self._where, batch, strict=True):
+            leaves[n] = each
+        given, options = pytree.tree_unflatten(leaves, self._structure)
+        tensors = [
+            each
+            for each in pytree.tree_leaves(model(*given, **options))
+            if isinstance(each, Tensor) and each.is_floating_point()
+        ]
+        found = [each for each in tensors if each.shape[:1] == (len(batch[0]),)]
+        return found, [each for each in tensors if each.dim() == 0]
+
+    @torch.enable_grad()
+    def _check_loss(self, model: Callable[..., Any], batch: Any) -> None:
+        """Raise if a loss that the model returns is not the mean or sum of its examples' losses."""
+        examples = len(batch[0])
+
+        def gradients(part: Any) -> list[Tensor | None]:
+            found, losses = self._returned(model, part)
+            return [*torch.autograd.grad(sum(losses), found, allow_unused=True)]  # type: ignore[arg-type]
+
+        whole = gradients(batch)
+        for n in range(examples):
+            alone = gradients([each[n : n + 1] for each in batch])
+            for one, every in zip(alone, whole, strict=True):
+                if one is not None and every is not None:
+                    wanted = one[0] / (examples if self._scales else 1)
+                    if (every[n] - wanted).norm() > OTHER_SIZE * wanted.norm():
+                        raise ConfigurationError(
+                            "the loss that the model returns is not the mean (or the sum, see "
+                            "loss_reduction) of its examples' losses, maybe because it is divided "
+                            "by the tokens of the batch: use private.step with a loss per example"
+                        )
+
+
 def shapes_of(tree: Any, *, outputs: bool = False) -> list[torch.Size]:
     """Return the shapes of the tensors in a tree; of outputs, only of floating-point tensors."""
     leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
@@ -301,16 +364,29 @@ class Plan:
         try:
             self._fit(probe, fake=fake)
         except CANNOT_PROBE as error:
-            if isinstance(error, ConfigurationError):
-                raise
-            if not fake:
-                warnings.warn(
-                    f"the model does not run with {FEW} examples ({error}), so whether it mixes "
-                    f"examples is not known",
-                    stacklevel=4,
-                )
+            self._unprobed(error, fake=fake)
             for refusal in self._refused.values():
                 raise refusal from error
+
+    def check_losses(self, probe: Probe) -> None:
+        """Raise if a loss depends on other examples, see `Probe.check_unmixed`."""
+        try:
+            with unnoticed(self.model), without_dropout(self.model):
+                probe.check_unmixed()
+        except CANNOT_PROBE as error:
+            self._unprobed(error, fake=False)
+
+    @staticmethod
+    def _unprobed(error: Exception, *, fake: bool) -> None:
+        """Raise a refusal again. Warn of other errors of a model that runs with few examples."""
+        if isinstance(error, ConfigurationError):
+            raise error
+        if not fake:
+            warnings.warn(
+                f"the model does not run with {FEW} examples ({error}), so whether it mixes "
+                f"examples is not known",
+                stacklevel=5,
+            )
 
     def _fit(self, probe: Probe, *, fake: bool) -> None:
         with unnoticed(self.model), without_dropout(self.model):
@@ -454,6 +530,8 @@ def expand(examples: Callable[[], int], layer: nn.Module, given: Any) -> Any:
     """Give a layer one input for each example, instead of an input that the examples share."""
     [shared] = given
     number = examples()
+    if not number:
+        return given
     if shared.dim() == 1:
         return (shared.expand(number, -1),)
     return (shared.expand(number, *shared.shape[1:]),)
