@@ -15,8 +15,6 @@ import torch
 from opacus.accountants import create_accountant
 from opacus.accountants.utils import get_noise_multiplier
 from torch import Tensor, distributed, nn
-from torch._dynamo.eval_frame import OptimizedModule
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset, default_collate
@@ -24,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from dpbench.core.errors import ConfigurationError
 from dpbench.training.base import Batch
 from dpbench.training.clipped_sums import groups_of
-from dpbench.training.fused import FusedTrainer, OwnHook
+from dpbench.training.fused import GIVEN_UP, FusedTrainer, OwnHook
 from dpbench.training.graphs import values_of
 from dpbench.training.parallel import rank_and_ranks
 from dpbench.training.plan import OutputSums
@@ -34,13 +32,13 @@ from dpbench.workloads.base import Workload, examples_in
 Losses = Callable[[Any, Any], Tensor]
 """Returns the losses of a batch's examples, ``[B]``. The arguments are the model and the batch."""
 
+ACCOUNTANTS = ("prv", "rdp", "gdp")
+
 WRAPPERS = (
-    nn.parallel.DistributedDataParallel,
-    nn.DataParallel,
-    FullyShardedDataParallel,
-    OptimizedModule,
+    *("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"),
+    "OptimizedModule",
 )
-"""Classes that distribute or compile a model."""
+"""Names of classes that distribute or compile a model."""
 
 
 def make_private(
@@ -85,7 +83,14 @@ def make_private(
     Raises:
         ConfigurationError: an argument cannot be used, or the model cannot be trained privately.
     """
-    check_arguments(dataset, batch_size, physical_batch_size, loss_reduction, loading)
+    check_arguments(
+        dataset,
+        loading,
+        batch_size=batch_size,
+        physical_batch_size=physical_batch_size,
+        loss_reduction=loss_reduction,
+        accountant=accountant,
+    )
     targets = (target_epsilon, target_delta, epochs)
     if (noise_multiplier is None) == any(each is None for each in targets) or (
         noise_multiplier is not None and targets != (None, None, None)
@@ -318,11 +323,7 @@ class Private:
 
         def check(_: Tensor) -> None:
             if number != self._forwards:
-                raise ConfigurationError(
-                    "backward of a forward that was given up, because the model ran again or a "
-                    "step was taken: run the model once for each step, and under torch.no_grad() "
-                    "where it is not trained, or use private.step"
-                )
+                raise ConfigurationError(GIVEN_UP)
 
         for each in pytree.tree_leaves(returned):
             if isinstance(each, Tensor) and each.requires_grad:
@@ -361,7 +362,8 @@ class Private:
         if examples:
             trainer.loss_scale = examples if self._scales else 1
             try:
-                trainer.reduce_all(trainer.clipped(last=self._parted is None))
+                with self._working():  # a module without a rule runs once more
+                    trainer.reduce_all(trainer.clipped(last=self._parted is None))
             finally:
                 trainer.loss_scale = 1
         self._forget()
@@ -459,28 +461,23 @@ OWN_OPTIONS = ("shuffle", "sampler", "batch_sampler", "drop_last", "dataset")
 """Arguments of ``DataLoader`` that Poisson sampling sets."""
 
 
-def check_arguments(
-    dataset: Any,
-    batch_size: int,
-    physical_batch_size: int | None,
-    loss_reduction: str,
-    loading: Mapping[str, Any],
-) -> None:
+def check_arguments(dataset: Any, loading: Mapping[str, Any], **named: Any) -> None:
     """Raise if an argument of `make_private` cannot be used."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not len(dataset):
         raise ConfigurationError(
             f"sampling needs a dataset of examples with a length above 0 and items by number, and "
             f"got a {type(dataset).__name__}"
         )
-    if not isinstance(batch_size, int) or not 0 < batch_size <= len(dataset):
-        raise ConfigurationError(
-            f"batch_size is {batch_size}, and must be at least 1 and at most the number of "
-            f"examples, {len(dataset)}"
-        )
-    if physical_batch_size is not None and physical_batch_size < 1:
-        raise ConfigurationError(f"physical_batch_size is {physical_batch_size}, and must be >= 1")
-    if loss_reduction not in ("mean", "sum"):
-        raise ConfigurationError(f"loss_reduction is {loss_reduction!r}, and must be mean or sum")
+    most, physical = len(dataset), named["physical_batch_size"]
+    for name, right, must in (
+        ("batch_size", named["batch_size"] in range(1, most + 1),
+         f"be at least 1 and at most the number of examples, {most}"),
+        ("physical_batch_size", physical is None or physical > 0, "be at least 1"),
+        ("loss_reduction", named["loss_reduction"] in ("mean", "sum"), "be mean or sum"),
+        ("accountant", named["accountant"] in ACCOUNTANTS, f"be one of {', '.join(ACCOUNTANTS)}"),
+    ):  # fmt: skip
+        if not right:
+            raise ConfigurationError(f"{name} is {named[name]!r}, and must {must}")
     if wrong := [name for name in OWN_OPTIONS if name in loading]:
         raise ConfigurationError(f"make_private draws Poisson batches itself: leave out {wrong[0]}")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not distributed.is_initialized():
@@ -511,7 +508,7 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigurationError("LBFGS needs several losses for a step: use another optimizer")
-    wrapped = [type(each).__name__ for each in model.modules() if isinstance(each, WRAPPERS)]
+    wrapped = [name for each in model.modules() if (name := type(each).__name__) in WRAPPERS]
     if wrapped or any(isinstance(p, DTensor) for p in trained.values()):
         raise ConfigurationError(
             f"pass the plain model, without {wrapped[0] if wrapped else 'shards'}: under torchrun, "

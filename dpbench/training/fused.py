@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
+from dpbench.core.errors import ConfigurationError
 from dpbench.training.base import DRAWN_BY, Batch, mean_of
 from dpbench.training.clipped_sums import (
     Buffer,
@@ -55,6 +56,13 @@ from dpbench.training.plan import TOLERANCES, Plan, Probe, expand
 from dpbench.training.refusals import ModelSnapshot, check_used_in_layers, used_outside
 from dpbench.training.units import UnitRule, cost_of
 from dpbench.workloads.base import examples_in
+
+GIVEN_UP = (
+    "backward ran twice for one forward, or for a forward that was given up because the model ran "
+    "again or a step was taken: run model and backward once for each step, and run the model under "
+    "torch.no_grad() where it is not trained"
+)
+"""Says that a backward reached a layer whose tensors are no longer kept."""
 
 
 class FusedTrainer(ClippedSumTrainer):
@@ -153,7 +161,7 @@ class FusedTrainer(ClippedSumTrainer):
         """Choose a rule for each layer, see `dpbench.training.plan`."""
         fake = any(isinstance(each, FakeTensor) for each in pytree.tree_leaves(batch))
         with _disable_current_modes():  # so that nothing is counted
-            plan = Plan(self.model, kernels=self.kernels, one_example=self._one_example)
+            plan = self._new_plan()
             plan.fit(self._probe(batch), fake=fake)
         self.rules, self._uses_are_checked = plan.rules, plan.knows_uses
         for layer in plan.expanded:
@@ -168,9 +176,16 @@ class FusedTrainer(ClippedSumTrainer):
 
     def check_losses(self, batch: Batch) -> None:
         """Check a function of losses that is used for the first time after `prepare`."""
-        plan = Plan(self.model, kernels=self.kernels, one_example=self._one_example)
-        plan.check_losses(self._probe(batch))
+        self._new_plan().check_losses(self._probe(batch))
         self._uses_are_checked = False
+
+    def _new_plan(self) -> Plan:
+        return Plan(
+            self.model,
+            kernels=self.kernels,
+            one_example=self._one_example,
+            any_size=self.sampling == "poisson",
+        )
 
     def _probe(self, batch: Batch) -> Probe:
         width = 2 if self.autocast else self.trained[0].itemsize
@@ -373,7 +388,7 @@ class FusedTrainer(ClippedSumTrainer):
 
         def save_gradient(gradient: Tensor) -> None:
             if not held or self.seen.get(layer) is not seen:
-                raise rule.refusal("backward ran twice for one forward, or after the step")
+                raise ConfigurationError(GIVEN_UP)
             activations = held.pop()()  # otherwise, it would stay in memory until backward ends
             gradient = gradient.detach().reshape(shape)
             if rule.rows > 1:
@@ -387,6 +402,7 @@ class FusedTrainer(ClippedSumTrainer):
     def _save_unit(self, rule: UnitRule, given: Any, options: Any, returned: Any) -> Any:
         """Keep a unit's inputs and, when the backward reaches the unit, the output gradients."""
         leaves, structure = rule.inputs(given, options)
+        rule.note_autocast()
         held = [Unchanged(rule, x) if isinstance(x, Tensor) else x for x in leaves]
         outputs, of_outputs = pytree.tree_flatten(returned)
         shapes = [each.shape if isinstance(each, Tensor) else torch.Size() for each in outputs]
@@ -394,7 +410,7 @@ class FusedTrainer(ClippedSumTrainer):
 
         def save_gradient(number: int, gradient: Tensor) -> None:
             if number in gradients or self.seen.get(rule.layer) is not seen:
-                raise rule.refusal("backward ran twice for one forward, or after the step")
+                raise ConfigurationError(GIVEN_UP)
             if not gradients:
                 kept = [x() if isinstance(x, Unchanged) else x for x in held]
                 seen.append((kept, structure, gradients))

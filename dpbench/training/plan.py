@@ -329,6 +329,7 @@ class Plan:
         model: the model.
         kernels: see `dpbench.training.per_layer.rule_of`.
         one_example: see `UnitRule`.
+        any_size: whether the model must run with any number of examples.
     """
 
     def __init__(
@@ -337,11 +338,12 @@ class Plan:
         *,
         kernels: bool,
         one_example: Callable[[], AbstractContextManager[object]],
+        any_size: bool = False,
     ) -> None:
         self.model = model
         self.rules: dict[nn.Module, Rule[Any]] = {}
         self.expanded: set[nn.Module] = set()
-        self._one_example = one_example
+        self._one_example, self._any_size = one_example, any_size
         self._modules = dict(model.named_modules())
         self._names = {module: name for name, module in self._modules.items()}
         self._refused: dict[nn.Module, ConfigurationError] = {}
@@ -376,11 +378,15 @@ class Plan:
         except CANNOT_PROBE as error:
             self._unprobed(error, fake=False)
 
-    @staticmethod
-    def _unprobed(error: Exception, *, fake: bool) -> None:
+    def _unprobed(self, error: Exception, *, fake: bool) -> None:
         """Raise a refusal again. Warn of other errors of a model that runs with few examples."""
         if isinstance(error, ConfigurationError):
             raise error
+        if self._any_size:
+            raise ConfigurationError(
+                f"the model does not run with {FEW} examples ({error}), but Poisson batches may "
+                f"have any size: the first dimension of each tensor must be the example"
+            ) from error
         if not fake:
             warnings.warn(
                 f"the model does not run with {FEW} examples ({error}), so whether it mixes "

@@ -53,17 +53,22 @@ class PoissonSampler(UniformWithReplacementSampler):  # type: ignore[misc]
             yield self._batch(self.drawn)[rank::ranks]
 
     def _batch(self, number: int) -> list[int]:
-        low, high = torch.tensor([number]).view(torch.int32)
-        least = math.ceil(self.sample_rate * 2**53)  # exact, as a number of 53 bits
         blocks, chosen = -(-self.num_samples // 8), []
         for first in range(0, blocks, AT_ONCE):
-            places = torch.arange(first, min(first + AT_ONCE, blocks), dtype=torch.int32)
-            rest = [torch.full_like(places, int(each)) for each in (SAMPLING, low, high)]
-            words = chacha(self._key, torch.stack([places, *rest])).long() & 0xFFFFFFFF
-            uniform = (words[::2] >> 5 << 26 | words[1::2] >> 6).t().flatten()  # of 53 bits
-            chosen.append((uniform < least).nonzero().flatten() + 8 * first)
+            places = torch.arange(first, min(first + AT_ONCE, blocks))
+            chosen.append(self._chosen(places, torch.tensor([number])).nonzero().flatten())
+            chosen[-1] += 8 * first
         every = torch.cat(chosen)
         return every[every < self.num_samples].tolist()
+
+    def _chosen(self, places: Tensor, number: Tensor) -> Tensor:
+        """Return whether each example is in the batch of a number, for 8 examples at each place."""
+        low, high = number.view(-1, 1).view(torch.int32).t()
+        counter = [places.int(), torch.full_like(places, SAMPLING).int(), low, high]
+        counters = torch.stack([each.expand_as(places) for each in counter])
+        words = chacha(self._key, counters).long() & 0xFFFFFFFF
+        uniform = (words[::2] >> 5 << 26 | words[1::2] >> 6).t().flatten()  # of 53 bits
+        return uniform.lt(math.ceil(self.sample_rate * 2**53))  # exact, unlike float32
 
     def __reduce__(self) -> Any:
         raise TypeError("a sampler with a secret key cannot be copied")
