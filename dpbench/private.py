@@ -310,6 +310,7 @@ class Private:
             sums = OutputSums(leaves, where, structure, scales=self._scales)
             self.trainer.workload = StepLosses(sums)
             with self._working():
+                sums.check_loss(model, batch)
                 self.trainer.prepare(batch)
         self._examples = self.trainer.examples = examples
         if examples:

@@ -193,8 +193,7 @@ class FusedTrainer(ClippedSumTrainer):
 
     def _expanded_to(self) -> int:
         """Return for how many examples a shared input is expanded; 0 outside of training."""
-        trains = self._listening and (torch.is_grad_enabled() or self.model.training)
-        return self.examples if trains else 0
+        return self.examples if self._listening and torch.is_grad_enabled() else 0
 
     def _probed(self, batch: Batch) -> Tensor:
         # Wrappers of the trainer's own method expect the batches of its steps.

@@ -233,13 +233,11 @@ class OutputSums:
         self._scales = scales
 
     def __call__(self, model: Callable[..., Any], batch: Any) -> Tensor:
-        found, losses = self._returned(model, batch)
+        found, _ = self._returned(model, batch)
         if not found:
             raise ConfigurationError(
                 "the model returns no tensor whose first dimension is the example: use private.step"
             )
-        if losses and not torch.is_grad_enabled():
-            self._check_loss(model, batch)
         flat = torch.cat([each.flatten(1).float() for each in found], 1)
         # The elements of a normalized output have a constant mean, so a plain mean tells nothing.
         sums: Tensor = flat @ torch.arange(flat.shape[1], device=flat.device).cos()
@@ -259,27 +257,30 @@ class OutputSums:
         found = [each for each in tensors if each.shape[:1] == (len(batch[0]),)]
         return found, [each for each in tensors if each.dim() == 0]
 
-    @torch.enable_grad()
-    def _check_loss(self, model: Callable[..., Any], batch: Any) -> None:
+    def check_loss(self, model: nn.Module, batch: Sequence[Tensor]) -> None:
         """Raise if a loss that the model returns is not the mean or sum of its examples' losses."""
-        examples = len(batch[0])
-
-        def gradients(part: Any) -> list[Tensor | None]:
-            found, losses = self._returned(model, part)
-            return [*torch.autograd.grad(sum(losses), found, allow_unused=True)]  # type: ignore[arg-type]
-
-        whole = gradients(batch)
-        for n in range(examples):
-            alone = gradients([each[n : n + 1] for each in batch])
-            for one, every in zip(alone, whole, strict=True):
-                if one is not None and every is not None:
-                    wanted = one[0] / (examples if self._scales else 1)
+        batch = [each[:FEW] for each in batch]
+        with unnoticed(model), without_dropout(model), torch.enable_grad():
+            whole = self._gradients(model, batch)
+            for n in range(len(batch[0])):
+                alone = self._gradients(model, [each[n : n + 1] for each in batch])
+                for one, every in zip(alone, whole, strict=True):
+                    wanted = one[0] / (len(batch[0]) if self._scales else 1)
                     if (every[n] - wanted).norm() > OTHER_SIZE * wanted.norm():
                         raise ConfigurationError(
                             "the loss that the model returns is not the mean (or the sum, see "
                             "loss_reduction) of its examples' losses, maybe because it is divided "
                             "by the tokens of the batch: use private.step with a loss per example"
                         )
+
+    def _gradients(self, model: nn.Module, batch: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradients of a returned loss with respect to returned outputs of examples."""
+        found, losses = self._returned(model, batch)
+        found = [each for each in found if each.requires_grad]
+        if not (found and losses):
+            return []
+        made = torch.autograd.grad(torch.stack(losses).sum(), found, allow_unused=True)
+        return [each for each in made if each is not None]
 
 
 def shapes_of(tree: Any, *, outputs: bool = False) -> list[torch.Size]:
