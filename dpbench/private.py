@@ -5,6 +5,7 @@ Only PyTorch and Opacus are needed. Nothing of the benchmark is imported.
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -180,7 +181,7 @@ class Private:
         self._checked: set[Any] = set()
         self.model.register_forward_pre_hook(PrivateHook(self._begin), with_kwargs=True)
         self.model.register_forward_hook(PrivateHook(self._watch))
-        trainer.plain_optimizer.register_step_pre_hook(StepGuard(self._check_step))
+        trainer.plain_optimizer.register_step_pre_hook(PrivateHook(self._check_step))
 
     def step(self, batch: Batch, losses: Losses) -> Tensor:
         """Take one private step, and return the mean loss before it; NaN for an empty batch.
@@ -193,9 +194,9 @@ class Private:
         """
         batch = self._placed(batch)
         self.discard()
-        self._check_drawn()
+        self._sampler.check_unused()
         code = code_of(losses)
-        self.trainer.workload = StepLosses(losses)
+        self.trainer.workload, self.trainer.loss_scale = StepLosses(losses), 1
         with self._working(), torch.enable_grad():
             if self.trainer.rules and code not in self._checked and examples_in(batch):
                 self.trainer.check_losses(batch)
@@ -234,14 +235,16 @@ class Private:
         return {**self.optimizer.original.state_dict(), "private": own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state, with the ε of all steps before it."""
+        """Go on from a state, with the ε of all steps before it.
+
+        Steps that this process took after the state was saved no longer count. Their noise is not
+        drawn again.
+        """
         if "private" not in state:
             raise ConfigurationError("this state has no private steps: load private.state_dict()")
-        state = {**state}
-        own = state.pop("private")
-        self.accountant.load_state_dict({**own["accountant"]})
-        self.accountant.history = [*self.accountant.history]  # the state stays as it is
-        self.optimizer.original.load_state_dict(state)
+        own = state["private"]
+        self.optimizer.original.load_state_dict({n: x for n, x in state.items() if n != "private"})
+        self.accountant.load_state_dict(copy.deepcopy(own["accountant"]))
         self.steps = own["steps"]
         # No noise and no batch is drawn again, neither with a seed nor after a step back.
         self._sampler.drawn = max(self._sampler.drawn, self.steps)
@@ -268,13 +271,6 @@ class Private:
         examples_in(batch)  # raises if it is no batch
         return pytree.tree_map(lambda each: each.to(device, non_blocking=True), batch)
 
-    def _check_drawn(self) -> None:
-        if self._sampler.unused <= 0:
-            raise ConfigurationError(
-                "no batch was drawn for this step, so its ε would be unknown: take one step for "
-                "each batch of private.loader"
-            )
-
     def _check_step(self, *_: Any) -> None:
         if not self._works:
             raise ConfigurationError(
@@ -286,14 +282,14 @@ class Private:
 
     def _begin_batch(self) -> None:
         self.discard()
-        self._check_drawn()
+        self._sampler.check_unused()
         self.trainer.begin_step()
 
     def _begin(self, model: nn.Module, given: Any, options: Any) -> None:
         """Prepare for the backward of a training forward."""
         if self._works or not (model.training and torch.is_grad_enabled()):
             return
-        if self._parted or self._heard():
+        if self.heard():
             raise ConfigurationError(
                 "the model ran again after a backward, before private.optimizer.step(): take one "
                 "step for each backward, divide a batch by private.parts(batch), or give it up "
@@ -330,9 +326,10 @@ class Private:
             if isinstance(each, Tensor) and each.requires_grad:
                 each.register_hook(check)
 
-    def _heard(self) -> bool:
-        """Return True if a backward has begun."""
-        return self._examples is not None and any(self.trainer.seen.values())
+    def heard(self) -> bool:
+        """Return True if a backward has begun, for which no step was taken."""
+        begun = self._examples is not None and any(self.trainer.seen.values())
+        return begun or bool(self._parted)
 
     def _forget(self) -> None:
         """Give up a forward."""
@@ -345,15 +342,10 @@ class Private:
         self._forget()
         self._parted = None
 
-    def discard_backward(self) -> None:
-        """Give up a batch whose backward has begun."""
-        if self._parted or self._heard():
-            self.discard()
-
     def _clip(self) -> None:
         """Add the clipped gradients of a forward and backward to the sums."""
         examples, trainer = self._examples, self.trainer
-        if examples is None or (examples and not self._heard()):
+        if examples is None or (examples and not self.heard()):
             self.discard()
             raise ConfigurationError(
                 "private.optimizer.step() needs a forward of the model in training mode, and one "
@@ -362,11 +354,8 @@ class Private:
         self._open.close()
         if examples:
             trainer.loss_scale = examples if self._scales else 1
-            try:
-                with self._working():  # a module without a rule runs once more
-                    trainer.reduce_all(trainer.clipped(last=self._parted is None))
-            finally:
-                trainer.loss_scale = 1
+            with self._working():  # a module without a rule runs once more
+                trainer.reduce_all(trainer.clipped(last=self._parted is None))
         self._forget()
 
     def step_after_backward(self) -> None:
@@ -383,13 +372,10 @@ class Private:
 
 
 class PrivateHook(OwnHook):
-    """A hook of a model that trains privately."""
-
-
-class StepGuard(OwnHook):
-    """A hook of an optimizer that trains privately. It changes nothing, so steps may be merged."""
+    """A hook of a model or optimizer that trains privately."""
 
     changes_nothing = True
+    """So that the optimizer's step may be merged with the noise."""
 
 
 class PrivateOptimizer(torch.optim.Optimizer):
@@ -400,9 +386,6 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["original"], name)
-
-    def __repr__(self) -> str:
-        return f"PrivateOptimizer({self.original!r})"
 
     def __reduce__(self) -> Any:
         raise TypeError("a private optimizer cannot be copied: save private.state_dict()")
@@ -420,7 +403,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Give up a backward. A forward stays, as the usual order is forward, this, backward."""
-        self._private.discard_backward()
+        if self._private.heard():
+            self._private.discard()
         self.original.zero_grad(set_to_none)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

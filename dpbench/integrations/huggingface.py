@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -70,12 +70,10 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
         bound = inspect.signature(Trainer.__init__).bind(self, *arguments, **options)
         args = copy.copy(bound.arguments.get("args") or transformers.TrainingArguments())
         check_arguments(args)
-        if bound.arguments.get("compute_loss_func") or (
-            getattr(type(self), "compute_loss", None) is not Trainer.compute_loss
-        ):
+        given = bound.arguments.get("compute_loss_func")
+        if given or type(self).compute_loss is not Trainer.compute_loss:
             raise ConfigurationError(
-                "compute_loss has one loss for a batch, and each example needs its own: pass "
-                "losses=…"
+                "compute_loss is one loss for a batch, but each example needs its own: pass losses="
             )
         self._physical = args.per_device_train_batch_size
         self._logical = self._physical * args.gradient_accumulation_steps
@@ -89,30 +87,26 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
         """Create the optimizer, and prepare private training when a model is trained first."""
         if self._private is None or self._private.model is not self.model:
             optimizer = super().create_optimizer(model)
-            target = self.privacy.target_epsilon is not None
-            epochs = self.args.num_train_epochs
-            if target and self.args.max_steps > 0:
-                epochs = self.args.max_steps / max(len(self.train_dataset) // self._logical, 1)
+            promised = asdict(self.privacy)
+            delta = promised.pop("delta")
+            if self.privacy.target_epsilon is not None:
+                epochs, steps = self.args.num_train_epochs, len(self.train_dataset) // self._logical
+                if self.args.max_steps > 0:
+                    epochs = self.args.max_steps / max(steps, 1)
+                promised |= {"target_delta": delta, "epochs": epochs}
             self._private = make_private(
                 self.model,
                 optimizer,
                 self.train_dataset,
                 batch_size=self._logical,
                 physical_batch_size=self._physical,
-                max_grad_norm=self.privacy.max_grad_norm,
-                noise_multiplier=self.privacy.noise_multiplier,
-                target_epsilon=self.privacy.target_epsilon,
-                target_delta=self.privacy.delta if target else None,
-                epochs=epochs if target else None,
-                accountant=self.privacy.accountant,
-                seed=self.privacy.seed,
                 collate_fn=self._get_collator_with_removed_columns(self.data_collator, "training"),
                 num_workers=self.args.dataloader_num_workers,
                 pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
+                **promised,
             )
             self.optimizer = StepTaken(self._private)
-        made: torch.optim.Optimizer = self.optimizer
-        return made
+        return self.optimizer
 
     @property
     def private(self) -> Private:
@@ -152,7 +146,8 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
             )
 
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
-        """Add ε to the logs."""
+        """Add ε to the logs, and leave out the norm of gradients, which there are none of."""
+        logs.pop("grad_norm", None)
         if self._private and self._private.steps:
             logs["epsilon"] = self._private.epsilon(self.privacy.delta)
         super().log(logs, *arguments, **options)
@@ -190,8 +185,7 @@ def example_losses(model: Callable[..., Any], batch: dict[str, Any]) -> Tensor:
         logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORED
     )
     counted = (labels != IGNORED).sum(1).clamp(min=1)
-    losses: Tensor = each.view(labels.shape).sum(1) / counted
-    return losses
+    return each.view(labels.shape).sum(1).div(counted)
 
 
 REFUSED = {

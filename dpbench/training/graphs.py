@@ -410,65 +410,68 @@ class Same:
     __hash__ = None  # type: ignore[assignment]
 
 
-DEEPEST = 6
-"""How many objects `values_of` follows, one from another."""
-
-
-def values_of(value: Any, names: frozenset[str] = frozenset(), depth: int = 0) -> object:
+def values_of(value: Any) -> object:
     """Return what must stay equal so that a function computes the same.
 
     These are its code, and the values that the code can reach: variables around it, defaults,
     globals, arguments of ``functools.partial``, and attributes of objects. Of globals and
     attributes, only those count whose names are in the code. Numbers and texts are compared, other
     objects must stay the same.
-
-    Args:
-        value: the function, or a value that it can reach.
-        names: names of globals and attributes in the code.
-        depth: number of objects that were followed to this value.
     """
+    return _values_of(value, frozenset(), set())
+
+
+def _values_of(value: Any, names: frozenset[str], known: set[int]) -> object:
     if isinstance(value, PLAIN):
         return type(value), value
     if isinstance(value, Tensor):  # a graph reads a GPU's memory, but not that of the CPU
         return Same(value, 0 if value.is_cuda else value._version)
-    if depth > DEEPEST:
+    if id(value) in known:
         return Same(value)
-    follow = partial(values_of, names=names, depth=depth + 1)
-    if isinstance(value, dict):
-        return [(key, follow(each)) for key, each in value.items()]
+    known.add(id(value))
     if isinstance(value, (list, tuple)):
-        return [follow(each) for each in value]
+        return [_values_of(each, names, known) for each in value]
+    if isinstance(value, dict):
+        return [(key, _values_of(each, names, known)) for key, each in value.items()]
     if isinstance(value, partial):
-        return [follow(each) for each in (value.func, value.args, value.keywords)]
+        return _values_of((value.func, value.args, value.keywords), names, known)
     if isinstance(value, MethodType):
-        function = values_of(value.__func__, names, depth + 1)
-        own = names_in(value.__func__) if isinstance(value.__func__, FunctionType) else names
-        return function, values_of(value.__self__, names | own, depth + 1)
+        function = _values_of(value.__func__, names, known)
+        return function, _values_of(value.__self__, names | names_in(value.__func__), known)
     if isinstance(value, FunctionType):
-        if value.__module__.partition(".")[0] == "torch":
-            return Same(value)
-        own = names | names_in(value)
-        reached = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
-        reached += [value.__defaults__, value.__kwdefaults__]
-        reached += [value.__globals__[name] for name in sorted(own & value.__globals__.keys())]
-        return Same(value.__code__), [values_of(each, own, depth + 1) for each in reached]
-    call = getattr(type(value), "__call__", None)  # noqa: B004  # its code, not whether it is there
-    if isinstance(call, FunctionType) and not isinstance(value, (type, nn.Module)):
-        names |= names_in(call)
-    if isinstance(value, ModuleType):
-        chosen = {n: x for n, x in vars(value).items() if n in names and isinstance(x, PLAIN)}
-        return Same(value), chosen
-    own_values = {n: x for n, x in getattr(value, "__dict__", {}).items() if n in names}
-    return Same(value), {n: values_of(x, names, depth + 1) for n, x in own_values.items()}
+        return _values_of_function(value, names | names_in(value), known)
+    call = getattr(type(value), "__call__", None)  # noqa: B004  # its code is needed
+    return Same(value), _attributes(value, names | names_in(call), known)
 
 
-def names_in(function: FunctionType) -> frozenset[str]:
+def _values_of_function(function: FunctionType, names: frozenset[str], known: set[int]) -> object:
+    if function.__module__.partition(".")[0] == "torch":
+        return Same(function)
+    reached = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+    reached += [function.__defaults__, function.__kwdefaults__]
+    reached += [x for n, x in function.__globals__.items() if n in names]
+    return Same(function.__code__), [_values_of(each, names, known) for each in reached]
+
+
+def _attributes(value: Any, names: frozenset[str], known: set[int]) -> object:
+    """Return the attributes of an object, of a module of Python only the plain ones."""
+    own = getattr(value, "__dict__", {})
+    if isinstance(value, nn.Module):
+        names |= {"training"}
+    return [
+        (name, _values_of(each, names, known))
+        for name, each in own.items()
+        if name in names and (isinstance(each, PLAIN) or not isinstance(value, ModuleType))
+    ]
+
+
+def names_in(function: Any) -> frozenset[str]:
     """Return the names of globals and attributes in the code of a function and inner functions."""
-    waiting, names = [function.__code__], set[str]()
+    waiting, names = [getattr(function, "__code__", None)], set[str]()
     while waiting:
-        code = waiting.pop()
-        names.update(code.co_names)
-        waiting += [each for each in code.co_consts if isinstance(each, CodeType)]
+        if (code := waiting.pop()) is not None:
+            names.update(code.co_names)
+            waiting += [each for each in code.co_consts if isinstance(each, CodeType)]
     return frozenset(names)
 
 

@@ -12,6 +12,7 @@ import torch
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor, distributed
 
+from dpbench.core.errors import ConfigurationError
 from dpbench.training.noise_stream import AT_ONCE, chacha
 from dpbench.training.parallel import rank_and_ranks, shared_key
 
@@ -51,6 +52,14 @@ class PoissonSampler(UniformWithReplacementSampler):  # type: ignore[misc]
         for _ in range(self.steps):
             self.drawn, self.unused = self.drawn + 1, self.unused + 1
             yield self._batch(self.drawn)[rank::ranks]
+
+    def check_unused(self) -> None:
+        """Raise if a step was taken for each batch."""
+        if self.unused <= 0:
+            raise ConfigurationError(
+                "no batch was drawn for this step, so its ε would be unknown: take one step for "
+                "each batch of private.loader"
+            )
 
     def _batch(self, number: int) -> list[int]:
         blocks, chosen = -(-self.num_samples // 8), []

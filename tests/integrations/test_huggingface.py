@@ -267,9 +267,9 @@ def test_a_loss_of_the_batch_is_refused_and_losses_of_examples_are_taken(tmp_pat
         def compute_loss(self, *_: Any, **__: Any) -> Any: ...
 
     args = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
-    with pytest.raises(ConfigurationError, match=r"compute_loss has one loss .* pass losses="):
+    with pytest.raises(ConfigurationError, match=r"compute_loss is one loss .* pass losses="):
         Other(bert(), args, privacy=Privacy(C, 1e-5, 1.0))
-    with pytest.raises(ConfigurationError, match="compute_loss has one loss"):
+    with pytest.raises(ConfigurationError, match="compute_loss is one loss"):
         PrivateTrainer(
             bert(), args, privacy=Privacy(C, 1e-5, 1.0), compute_loss_func=lambda *_, **__: 0
         )
