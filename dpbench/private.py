@@ -36,10 +36,10 @@ Losses = Callable[[Any, Any], Tensor]
 ACCOUNTANTS = ("prv", "rdp", "gdp")
 
 WRAPPERS = (
-    *("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"),
-    "OptimizedModule",
+    *("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "OptimizedModule"),
+    *("GradSampleModule", "DPOptimizer", "AcceleratedOptimizer", "PrivateOptimizer"),
 )
-"""Names of classes that distribute or compile a model."""
+"""Names of classes around a model or an optimizer that trains in another way."""
 
 
 def make_private(
@@ -91,6 +91,10 @@ def make_private(
         physical_batch_size=physical_batch_size,
         loss_reduction=loss_reduction,
         accountant=accountant,
+        max_grad_norm=max_grad_norm,
+        target_epsilon=target_epsilon,
+        target_delta=target_delta,
+        epochs=epochs,
     )
     targets = (target_epsilon, target_delta, epochs)
     if (noise_multiplier is None) == any(each is None for each in targets) or (
@@ -222,6 +226,8 @@ class Private:
 
     def epsilon(self, delta: float) -> float:
         """Return the ε of all steps so far, for this δ, from Opacus's accountant."""
+        if not 0 < delta < 1:
+            raise ConfigurationError(f"delta is {delta}, and must be between 0 and 1")
         if any(sigma == 0 for sigma, _, _ in self.accountant.history):
             return math.inf
         return float(self.accountant.get_epsilon(delta)) if self.steps else 0.0
@@ -282,7 +288,6 @@ class Private:
 
     def _begin_batch(self) -> None:
         self.discard()
-        self._sampler.check_unused()
         self.trainer.begin_step()
 
     def _begin(self, model: nn.Module, given: Any, options: Any) -> None:
@@ -365,6 +370,7 @@ class Private:
         if not self._parted:
             self._clip()
         self.discard()
+        self._sampler.check_unused()
         with self._working():
             self.trainer.update()
         self.optimizer.original.zero_grad()
@@ -459,6 +465,10 @@ def check_arguments(dataset: Any, loading: Mapping[str, Any], **named: Any) -> N
          f"be at least 1 and at most the number of examples, {most}"),
         ("physical_batch_size", physical is None or physical > 0, "be at least 1"),
         ("loss_reduction", named["loss_reduction"] in ("mean", "sum"), "be mean or sum"),
+        ("max_grad_norm", isinstance(named["max_grad_norm"], (int, float)), "be one number"),
+        ("target_delta", 0 < (named["target_delta"] or 0.5) < 1, "be between 0 and 1"),
+        ("target_epsilon", (named["target_epsilon"] or 1) > 0, "be above 0"),
+        ("epochs", (named["epochs"] or 1) > 0, "be above 0"),
         ("accountant", named["accountant"] in ACCOUNTANTS, f"be one of {', '.join(ACCOUNTANTS)}"),
     ):  # fmt: skip
         if not right:
@@ -480,6 +490,14 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trained:
         raise ConfigurationError("the model has no parameter that is trained")
+    kinds = [type(each).__name__ for each in (optimizer, *model.modules())]
+    wrapped = [name for name in kinds if name in WRAPPERS]
+    if wrapped or any(isinstance(p, DTensor) for p in trained.values()):
+        raise ConfigurationError(
+            f"pass the plain model and optimizer, without {wrapped[0] if wrapped else 'shards'}: "
+            f"under torchrun, make_private reduces gradients over the ranks itself, as DDP does; "
+            f"shards (FSDP), DataParallel and compiled code are not supported"
+        )
     given = groups_of(optimizer)
     if lacking := [name for name, p in trained.items() if p not in given]:
         raise ConfigurationError(
@@ -493,10 +511,3 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigurationError("LBFGS needs several losses for a step: use another optimizer")
-    wrapped = [name for each in model.modules() if (name := type(each).__name__) in WRAPPERS]
-    if wrapped or any(isinstance(p, DTensor) for p in trained.values()):
-        raise ConfigurationError(
-            f"pass the plain model, without {wrapped[0] if wrapped else 'shards'}: under torchrun, "
-            f"make_private reduces gradients over the ranks itself, as DDP does; shards (FSDP), "
-            f"DataParallel and compiled code are not supported"
-        )

@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from opacus import PrivacyEngine
+from opacus import GradSampleModule, PrivacyEngine
+from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -333,6 +334,7 @@ def test_a_wrong_order_is_an_error_by_name(order: str) -> None:
 
 def test_a_step_after_an_error_is_right_again() -> None:
     made, other = private(), private()
+    made.model(torch.randn(9, WIDTH))
     batches = [batch for batch in made.loader if len(batch[0])]
     with pytest.raises(ConfigurationError):
         made.optimizer.step()
@@ -538,6 +540,8 @@ def test_epsilon_without_noise_is_infinite() -> None:
     made = private()
     trained(made, by_step)
     assert made.epsilon(1e-5) == math.inf
+    with pytest.raises(ConfigurationError, match="delta is 0, and must be between 0 and 1"):
+        made.epsilon(0)
 
 
 @pytest.mark.parametrize("accountant", ["rdp", "gdp"])
@@ -651,6 +655,10 @@ REFUSED_ARGUMENTS: dict[str, dict[str, Any]] = {
     "leave out shuffle": {"shuffle": True},
     "leave out drop_last": {"drop_last": True},
     "leave out batch_sampler": {"batch_sampler": None},
+    "max_grad_norm is .* be one number": {"max_grad_norm": [1.0, 2.0]},
+    "target_delta is 2, and must be between 0 and 1": {"target_delta": 2},
+    "target_epsilon is -1": {"target_epsilon": -1},
+    "epochs is -1": {"epochs": -1},
     "accountant is 'exact', and must be": {"accountant": "exact"},
 }
 
@@ -680,6 +688,11 @@ def with_stranger(model: Any) -> Any:
     return private(model, torch.optim.SGD(mine, lr=0.1))
 
 
+def with_opacus(model: nn.Module) -> Any:
+    sgd, usual = torch.optim.SGD(model.parameters(), lr=0.1), {"expected_batch_size": BATCH}
+    return private(model, DPOptimizer(sgd, noise_multiplier=1.0, max_grad_norm=C, **usual))
+
+
 def twice(model: nn.Module) -> Any:
     private(model)
     return private(model)
@@ -699,6 +712,8 @@ REFUSED_MODELS: dict[str, Callable[[], Any]] = {
     "was called for this model before: .* copy.deepcopy": lambda: twice(classifier()),
     "without DataParallel": wrapped_by(nn.DataParallel),
     "without OptimizedModule": wrapped_by(torch.compile),  # type: ignore[dict-item]
+    "without GradSampleModule": wrapped_by(GradSampleModule),
+    "without DPOptimizer": lambda: with_opacus(classifier()),
     "LBFGS needs": lambda: private(optimizer=torch.optim.LBFGS),
     r"layer 2 \(BatchNorm1d\): it computes statistics": lambda: private(
         classifier(nn.BatchNorm1d(8, affine=False))
@@ -791,17 +806,6 @@ class Mixing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x - x.mean(0)
-
-
-class SequenceFirst(nn.Module):
-    """Has examples in the second dimension of all that is between its layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.layer(x.expand(len(x), *x.shape).transpose(0, 1)[0])
 
 
 class InPlace(nn.Module):

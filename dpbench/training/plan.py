@@ -385,8 +385,8 @@ class Plan:
             raise error
         if self._any_size:
             raise ConfigurationError(
-                f"the model does not run with {FEW} examples ({error}), but Poisson batches may "
-                f"have any size: the first dimension of each tensor must be the example"
+                f"the model does not run with {FEW} examples of a batch ({error}); Poisson batches "
+                f"may have any size, so the first dimension of each tensor must be the example"
             ) from error
         if not fake:
             warnings.warn(
