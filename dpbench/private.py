@@ -16,30 +16,23 @@ import torch
 from opacus.accountants import create_accountant
 from opacus.accountants.utils import get_noise_multiplier
 from torch import Tensor, distributed, nn
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from dpbench.core.errors import ConfigurationError
 from dpbench.training.base import Batch
-from dpbench.training.clipped_sums import groups_of
 from dpbench.training.fused import GIVEN_UP, FusedTrainer, OwnHook
-from dpbench.training.graphs import values_of
+from dpbench.training.graphs import codes_in, values_of
 from dpbench.training.parallel import rank_and_ranks
 from dpbench.training.plan import OutputSums
 from dpbench.training.poisson import Collate, PoissonSampler, as_plain
+from dpbench.training.refusals import check_plain
 from dpbench.workloads.base import Workload, examples_in
 
 Losses = Callable[[Any, Any], Tensor]
 """Returns the losses of a batch's examples, ``[B]``. The arguments are the model and the batch."""
 
 ACCOUNTANTS = ("prv", "rdp", "gdp")
-
-WRAPPERS = (
-    *("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "OptimizedModule"),
-    *("GradSampleModule", "DPOptimizer", "AcceleratedOptimizer", "PrivateOptimizer"),
-)
-"""Names of classes around a model or an optimizer that trains in another way."""
 
 
 def make_private(
@@ -199,14 +192,16 @@ class Private:
         batch = self._placed(batch)
         self.discard()
         self._sampler.check_unused()
-        code = code_of(losses)
+        if not callable(losses):
+            raise ConfigurationError(f"losses must be a function, not a {type(losses).__name__}")
+        codes = codes_in(values_of(losses))
         self.trainer.workload, self.trainer.loss_scale = StepLosses(losses), 1
         with self._working(), torch.enable_grad():
-            if self.trainer.rules and code not in self._checked and examples_in(batch):
+            if self.trainer.rules and not codes <= self._checked and examples_in(batch):
                 self.trainer.check_losses(batch)
             loss = self.trainer.train_step(batch)
         if examples_in(batch):
-            self._checked.add(code)
+            self._checked |= codes
         self._count()
         return loss
 
@@ -440,14 +435,6 @@ class StepLosses(Workload):
         return values_of(self._losses)
 
 
-def code_of(losses: Any) -> object:
-    """Return what functions that only differ in their values have in common."""
-    if not callable(losses):
-        raise ConfigurationError(f"losses must be a function, not a {type(losses).__name__}")
-    losses = getattr(getattr(losses, "func", losses), "__func__", losses)
-    return getattr(losses, "__code__", type(losses))
-
-
 OWN_OPTIONS = ("shuffle", "sampler", "batch_sampler", "drop_last", "dataset")
 """Arguments of ``DataLoader`` that Poisson sampling sets."""
 
@@ -459,16 +446,16 @@ def check_arguments(dataset: Any, loading: Mapping[str, Any], **named: Any) -> N
             f"sampling needs a dataset of examples with a length above 0 and items by number, and "
             f"got a {type(dataset).__name__}"
         )
-    most, physical = len(dataset), named["physical_batch_size"]
+    most = len(dataset)
     for name, right, must in (
         ("batch_size", named["batch_size"] in range(1, most + 1),
          f"be at least 1 and at most the number of examples, {most}"),
-        ("physical_batch_size", physical is None or physical > 0, "be at least 1"),
         ("loss_reduction", named["loss_reduction"] in ("mean", "sum"), "be mean or sum"),
         ("max_grad_norm", isinstance(named["max_grad_norm"], (int, float)), "be one number"),
-        ("target_delta", 0 < (named["target_delta"] or 0.5) < 1, "be between 0 and 1"),
-        ("target_epsilon", (named["target_epsilon"] or 1) > 0, "be above 0"),
-        ("epochs", (named["epochs"] or 1) > 0, "be above 0"),
+        ("target_delta", (delta := named["target_delta"]) is None or 0 < delta < 1,
+         "be between 0 and 1"),
+        *((name, named[name] is None or named[name] > 0, "be above 0")
+          for name in ("physical_batch_size", "target_epsilon", "epochs")),
         ("accountant", named["accountant"] in ACCOUNTANTS, f"be one of {', '.join(ACCOUNTANTS)}"),
     ):  # fmt: skip
         if not right:
@@ -480,34 +467,11 @@ def check_arguments(dataset: Any, loading: Mapping[str, Any], **named: Any) -> N
 
 
 def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise if the optimizer does not fit the model, or the model is not a plain one."""
+    """Raise if the model trains privately already, or the optimizer does not fit it."""
     hooks = model._forward_pre_hooks.values()
     if any(isinstance(each, PrivateHook) and each.acts for each in hooks):
         raise ConfigurationError(
             "make_private was called for this model before: go on with what it returned, whose ε "
             "counts all steps, or pass copy.deepcopy(model) with a new optimizer"
         )
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not trained:
-        raise ConfigurationError("the model has no parameter that is trained")
-    kinds = [type(each).__name__ for each in (optimizer, *model.modules())]
-    wrapped = [name for name in kinds if name in WRAPPERS]
-    if wrapped or any(isinstance(p, DTensor) for p in trained.values()):
-        raise ConfigurationError(
-            f"pass the plain model and optimizer, without {wrapped[0] if wrapped else 'shards'}: "
-            f"under torchrun, make_private reduces gradients over the ranks itself, as DDP does; "
-            f"shards (FSDP), DataParallel and compiled code are not supported"
-        )
-    given = groups_of(optimizer)
-    if lacking := [name for name, p in trained.items() if p not in given]:
-        raise ConfigurationError(
-            f"the optimizer lacks parameter {lacking[0]}: give it all trained parameters, or "
-            f"freeze this one with requires_grad_(False)"
-        )
-    if not {*given} <= {*model.parameters()}:
-        raise ConfigurationError(
-            "the optimizer has a parameter that the model has not: pass the module that contains "
-            "all that is trained, and make the optimizer after the model was moved or changed"
-        )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigurationError("LBFGS needs several losses for a step: use another optimizer")
+    check_plain(model, optimizer)

@@ -658,7 +658,7 @@ REFUSED_ARGUMENTS: dict[str, dict[str, Any]] = {
     "max_grad_norm is .* be one number": {"max_grad_norm": [1.0, 2.0]},
     "target_delta is 2, and must be between 0 and 1": {"target_delta": 2},
     "target_epsilon is -1": {"target_epsilon": -1},
-    "epochs is -1": {"epochs": -1},
+    "epochs is 0, and must be above 0": {"epochs": 0},
     "accountant is 'exact', and must be": {"accountant": "exact"},
 }
 
@@ -786,6 +786,17 @@ def test_losses_that_are_no_losses_of_examples_are_refused_also_later(
         made.step(batch, BAD_LOSSES[says])
     assert torch.equal(values(made.model), before)
     made.step(batch, losses)
+
+
+def test_losses_in_a_function_that_was_checked_with_others_are_checked() -> None:
+    def wrapped(function: Any) -> Any:
+        return lambda model, batch: function(model, batch)
+
+    made = private()
+    for batch in made.loader:
+        made.step(batch, wrapped(losses))
+    with pytest.raises(ConfigurationError, match="mixes examples"):
+        made.step(first_batch(made), wrapped(lambda m, b: losses(m, b) / len(b[0])))
 
 
 def test_a_batch_that_is_no_batch_is_named() -> None:

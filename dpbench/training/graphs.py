@@ -401,10 +401,10 @@ class Same:
     """Equal to another only if both hold the same object."""
 
     def __init__(self, value: object, version: int = 0) -> None:
-        self._value, self._version = value, version  # an object that lives keeps its identity
+        self.value, self._version = value, version  # an object that lives keeps its identity
 
     def __eq__(self, other: object) -> bool:
-        same = isinstance(other, Same) and self._value is other._value
+        same = isinstance(other, Same) and self.value is other.value
         return same and self._version == other._version  # type: ignore[attr-defined]
 
     __hash__ = None  # type: ignore[assignment]
@@ -441,7 +441,8 @@ def _values_of(value: Any, names: frozenset[str], known: set[int]) -> object:
     if isinstance(value, FunctionType):
         return _values_of_function(value, names | names_in(value), known)
     call = getattr(type(value), "__call__", None)  # noqa: B004  # its code is needed
-    return Same(value), _attributes(value, names | names_in(call), known)
+    code = Same(getattr(call, "__code__", None))
+    return Same(value), code, _attributes(value, names | names_in(call), known)
 
 
 def _values_of_function(function: FunctionType, names: frozenset[str], known: set[int]) -> object:
@@ -463,6 +464,14 @@ def _attributes(value: Any, names: frozenset[str], known: set[int]) -> object:
         for name, each in own.items()
         if name in names and (isinstance(each, PLAIN) or not isinstance(value, ModuleType))
     ]
+
+
+def codes_in(values: object) -> set[object]:
+    """Return the codes of all functions in a result of `values_of`."""
+    if isinstance(values, Same):
+        return {values.value} if isinstance(values.value, CodeType) else set()
+    parts = values if isinstance(values, (list, tuple)) else ()
+    return set().union(*map(codes_in, parts))
 
 
 def names_in(function: Any) -> frozenset[str]:
