@@ -5,39 +5,40 @@ Only PyTorch and Opacus are needed. Nothing of the benchmark is imported.
 
 from __future__ import annotations
 
+import copy
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from opacus.accountants import create_accountant
 from opacus.accountants.utils import get_noise_multiplier
-from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor, distributed, nn
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from dpbench.core.errors import ConfigurationError
 from dpbench.training.base import Batch
-from dpbench.training.clipped_sums import groups_of
-from dpbench.training.fused import FusedTrainer, OwnHook
-from dpbench.training.noise_stream import AT_ONCE, chacha
-from dpbench.training.parallel import rank_and_ranks, shared_key
+from dpbench.training.fused import GIVEN_UP, FusedTrainer, OwnHook
+from dpbench.training.graphs import codes_in, values_of
+from dpbench.training.parallel import rank_and_ranks
+from dpbench.training.plan import OutputSums
+from dpbench.training.poisson import Collate, PoissonSampler, as_plain
+from dpbench.training.refusals import check_plain
 from dpbench.workloads.base import Workload, examples_in
 
 Losses = Callable[[Any, Any], Tensor]
 """Returns the losses of a batch's examples, ``[B]``. The arguments are the model and the batch."""
 
-SAMPLING = -1
-"""The number in place of a buffer's in the counters of random numbers for sampling."""
+ACCOUNTANTS = ("prv", "rdp", "gdp")
 
 
 def make_private(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    dataset: Dataset[Any],
+    dataset: Any,
     *,
     batch_size: int,
     max_grad_norm: float,
@@ -65,7 +66,7 @@ def make_private(
         target_delta: the δ of ``target_epsilon``.
         epochs: number of epochs for ``target_epsilon``. An epoch has ``len(private.loader)`` steps.
         physical_batch_size: the largest number of examples that `Private.step` trains at once. It
-            changes memory and time only. None for no limit.
+            changes memory and time only. None for ``batch_size``.
         loss_reduction: ``mean`` or ``sum``: what the loss of the usual loop is over a batch.
             `Private.step` ignores it.
         accountant: ``prv``, ``rdp`` or ``gdp``, see Opacus.
@@ -76,16 +77,18 @@ def make_private(
     Raises:
         ConfigurationError: an argument cannot be used, or the model cannot be trained privately.
     """
-    if not hasattr(dataset, "__len__") or not len(dataset):
-        raise ConfigurationError("sampling needs a dataset with a length, and at least one example")
-    if not 0 < batch_size <= len(dataset):
-        raise ConfigurationError(
-            f"batch_size is {batch_size}, and must be at least 1 and at most the number of "
-            f"examples, {len(dataset)}"
-        )
-    if loss_reduction not in ("mean", "sum"):
-        raise ConfigurationError(f"loss_reduction is {loss_reduction!r}, and must be mean or sum")
-    rate = batch_size / len(dataset)
+    check_arguments(
+        dataset,
+        loading,
+        batch_size=batch_size,
+        physical_batch_size=physical_batch_size,
+        loss_reduction=loss_reduction,
+        accountant=accountant,
+        max_grad_norm=max_grad_norm,
+        target_epsilon=target_epsilon,
+        target_delta=target_delta,
+        epochs=epochs,
+    )
     targets = (target_epsilon, target_delta, epochs)
     if (noise_multiplier is None) == any(each is None for each in targets) or (
         noise_multiplier is not None and targets != (None, None, None)
@@ -94,33 +97,42 @@ def make_private(
             "give noise_multiplier, or all of target_epsilon, target_delta and epochs"
         )
     if noise_multiplier is None:
-        steps = math.ceil(epochs * int(1 / rate))  # type: ignore[operator]
         noise_multiplier = get_noise_multiplier(
             target_epsilon=target_epsilon,
             target_delta=target_delta,
-            sample_rate=rate,
-            steps=steps,
+            sample_rate=batch_size / len(dataset),
+            steps=math.ceil(epochs * (len(dataset) // batch_size)),  # type: ignore[operator]
             accountant=accountant,
         )
-    return Private(
+    check_model(model, optimizer)
+    ranks = rank_and_ranks()[1]
+    if batch_size % ranks:
+        raise ConfigurationError(f"batch_size must be a multiple of the {ranks} ranks")
+    sampler = PoissonSampler(len(dataset), batch_size, seed)
+    collate = Collate(loading.get("collate_fn") or default_collate, dataset)
+    options = {**loading, "batch_sampler": sampler, "collate_fn": collate}
+    loader: DataLoader[Any] = DataLoader(dataset, **options)
+    trainer = FusedTrainer(
         model,
-        optimizer,
-        dataset,
-        batch_size=batch_size,
-        max_grad_norm=max_grad_norm,
+        batch_size=batch_size // ranks,
         noise_multiplier=noise_multiplier,
-        physical_batch_size=physical_batch_size or max(batch_size, 1),
-        scales=loss_reduction == "mean",
-        accountant=accountant,
+        max_grad_norm=max_grad_norm,
+        optimizer=lambda *_, **__: optimizer,
+        workload=StepLosses(None),
+        sampling="poisson",
+        parallel="ddp" if ranks > 1 else "none",
         seed=seed,
-        loading=loading,
     )
+    trainer.part_size = min(physical_batch_size or batch_size, batch_size // ranks)
+    scales = loss_reduction == "mean"
+    return Private(trainer, loader, sampler, create_accountant(accountant), scales=scales)
 
 
 class Private:
     """Private training of one model. `make_private` makes it, and describes its arguments.
 
-    Two loops train the model. The first is faster, because a GPU runs it as CUDA graphs::
+    Two loops train the model. The first is faster, because a GPU runs it as CUDA graphs, and it
+    checks more, because it knows how losses are computed::
 
         for batch in private.loader:
             loss = private.step(batch, losses)
@@ -129,6 +141,10 @@ class Private:
             loss = cross_entropy(private.model(inputs), labels)
             loss.backward()
             private.optimizer.step()
+
+    The loss of the second loop must be the mean or the sum over examples. It must not be divided by
+    another number of the batch, such as its tokens, and it trains only what the model's output
+    depends on. A forward without a backward is ignored. `parts` divides large batches.
 
     Attributes:
         model: the model that was passed.
@@ -143,48 +159,26 @@ class Private:
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        dataset: Any,
+        trainer: FusedTrainer,
+        loader: DataLoader[Any],
+        sampler: PoissonSampler,
+        accountant: Any,
         *,
-        batch_size: int,
-        max_grad_norm: float,
-        noise_multiplier: float,
-        physical_batch_size: int,
         scales: bool,
-        accountant: str,
-        seed: int | None,
-        loading: Mapping[str, Any],
     ) -> None:
-        check_model(model, optimizer)
-        ranks = rank_and_ranks()[1]
-        if batch_size % ranks:
-            raise ConfigurationError(f"batch_size must be a multiple of the {ranks} ranks")
-        self.model, self.noise_multiplier, self._scales = model, noise_multiplier, scales
-        self.steps, self._workload = 0, StepLosses()
-        self.trainer = FusedTrainer(
-            model,
-            batch_size=batch_size // ranks,
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=max_grad_norm,
-            optimizer=lambda *_, **__: optimizer,
-            workload=self._workload,
-            sampling="poisson",
-            parallel="ddp" if ranks > 1 else "none",
-            seed=seed,
-        )
-        self.trainer.part_size = min(physical_batch_size, batch_size // ranks)
-        self.optimizer = PrivateOptimizer(optimizer, self)
-        self.accountant = create_accountant(accountant)
-        self.sample_rate = batch_size / len(dataset)
-        self._sampler = PoissonSampler(len(dataset), self.sample_rate, seed)
-        collate = Collate(loading.get("collate_fn") or default_collate, dataset)
-        options = {**loading, "batch_sampler": self._sampler, "collate_fn": collate}
-        self.loader: DataLoader[Any] = DataLoader(dataset, **options)
+        self.trainer, self.loader, self.accountant, self.steps = trainer, loader, accountant, 0
+        self.model, self.noise_multiplier = trainer.model, trainer.noise_multiplier
+        self.optimizer, self.sample_rate = PrivateOptimizer(self), sampler.sample_rate
+        self._sampler, self._scales = sampler, scales
         self._open = ExitStack()
         self._examples: int | None = None  # in the batch whose forward has begun
-        self._steps_itself = False
-        model.register_forward_pre_hook(OwnHook(self._begin), with_kwargs=True)
+        self._parted: bool | None = None  # whether all parts of a batch are clipped; None: no parts
+        self._forwards = 0
+        self._works = False  # whether the trainer runs the model and the optimizer
+        self._checked: set[Any] = set()
+        self.model.register_forward_pre_hook(PrivateHook(self._begin), with_kwargs=True)
+        self.model.register_forward_hook(PrivateHook(self._watch))
+        trainer.plain_optimizer.register_step_pre_hook(PrivateHook(self._check_step))
 
     def step(self, batch: Batch, losses: Losses) -> Tensor:
         """Take one private step, and return the mean loss before it; NaN for an empty batch.
@@ -195,20 +189,42 @@ class Private:
             batch: a batch of `loader`, which may be empty. It is moved to the model's device.
             losses: returns one loss for each example, ``[B]``, from the model and the batch.
         """
-        self._workload.losses_of = losses
-        device = self.trainer.trained[0].device
-        batch = pytree.tree_map(lambda each: each.to(device, non_blocking=True), batch)
+        batch = self._placed(batch)
         self.discard()
-        self._steps_itself = True
-        try:
+        self._sampler.check_unused()
+        if not callable(losses):
+            raise ConfigurationError(f"losses must be a function, not a {type(losses).__name__}")
+        codes = codes_in(values_of(losses))
+        self.trainer.workload, self.trainer.loss_scale = StepLosses(losses), 1
+        with self._working(), torch.enable_grad():
+            if self.trainer.rules and not codes <= self._checked and examples_in(batch):
+                self.trainer.check_losses(batch)
             loss = self.trainer.train_step(batch)
-        finally:
-            self._steps_itself = False
+        if examples_in(batch):
+            self._checked |= codes
         self._count()
         return loss
 
+    def parts(self, batch: Batch) -> Iterator[Batch]:
+        """Divide a batch for the usual loop into parts of at most ``physical_batch_size`` examples.
+
+        Each part has its own forward and backward, before ``optimizer.step()``. An empty batch has
+        no parts. Parts are moved to the model's device.
+        """
+        batch = self._placed(batch)
+        self._begin_batch()
+        self._parted = False
+        for _, part in self.trainer.parts(batch):
+            yield part
+            self._clip()
+        self._parted = True
+
     def epsilon(self, delta: float) -> float:
         """Return the ε of all steps so far, for this δ, from Opacus's accountant."""
+        if not 0 < delta < 1:
+            raise ConfigurationError(f"delta is {delta}, and must be between 0 and 1")
+        if any(sigma == 0 for sigma, _, _ in self.accountant.history):
+            return math.inf
         return float(self.accountant.get_epsilon(delta)) if self.steps else 0.0
 
     def state_dict(self) -> dict[str, Any]:
@@ -220,85 +236,157 @@ class Private:
         return {**self.optimizer.original.state_dict(), "private": own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state, with the ε of all steps before it."""
+        """Go on from a state, with the ε of all steps before it.
+
+        Steps that this process took after the state was saved no longer count. Their noise is not
+        drawn again.
+        """
         if "private" not in state:
             raise ConfigurationError("this state has no private steps: load private.state_dict()")
-        state = {**state}
-        own = state.pop("private")
-        self.optimizer.original.load_state_dict(state)
-        self.accountant.load_state_dict(own["accountant"])
-        self.steps = self._sampler.drawn = own["steps"]
-        self.trainer.stream.rows[:, 5] = self.steps  # with a seed, no noise is drawn again
+        own = state["private"]
+        self.optimizer.original.load_state_dict({n: x for n, x in state.items() if n != "private"})
+        self.accountant.load_state_dict(copy.deepcopy(own["accountant"]))
+        self.steps = own["steps"]
+        # No noise and no batch is drawn again, neither with a seed nor after a step back.
+        self._sampler.drawn = max(self._sampler.drawn, self.steps)
+        self.trainer.stream.rows[:, 5].clamp_(min=self.steps)
 
     def _count(self) -> None:
         self.steps += 1
+        self._sampler.unused -= 1
+        self.optimizer.original._opt_called = True  # type: ignore[attr-defined]  # for schedulers
         self.accountant.step(noise_multiplier=self.noise_multiplier, sample_rate=self.sample_rate)
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """In this context, the trainer may run the model and the optimizer."""
+        self._works = True
+        try:
+            yield
+        finally:
+            self._works = False
+
+    def _placed(self, batch: Batch) -> Batch:
+        """Return a batch with plain dictionaries, on the model's device."""
+        batch, device = as_plain(batch), self.trainer.trained[0].device
+        examples_in(batch)  # raises if it is no batch
+        return pytree.tree_map(lambda each: each.to(device, non_blocking=True), batch)
+
+    def _check_step(self, *_: Any) -> None:
+        if not self._works:
+            raise ConfigurationError(
+                "this optimizer trains privately now: call private.optimizer.step() or "
+                "private.step(batch, losses), not its own step"
+            )
 
     # --- the usual loop --------------------------------------------------------------------------
 
+    def _begin_batch(self) -> None:
+        self.discard()
+        self.trainer.begin_step()
+
     def _begin(self, model: nn.Module, given: Any, options: Any) -> None:
         """Prepare for the backward of a training forward."""
-        if self._steps_itself or not (model.training and torch.is_grad_enabled()):
+        if self._works or not (model.training and torch.is_grad_enabled()):
             return
-        if self._examples is not None:
+        if self.heard():
             raise ConfigurationError(
-                "the model ran twice before optimizer.step(): run it under torch.no_grad() where "
-                "it is not trained, or give up a batch with optimizer.zero_grad()"
+                "the model ran again after a backward, before private.optimizer.step(): take one "
+                "step for each backward, divide a batch by private.parts(batch), or give it up "
+                "with private.optimizer.zero_grad()"
             )
         leaves, structure = pytree.tree_flatten((given, options))
         where = [n for n, each in enumerate(leaves) if isinstance(each, Tensor)]
         batch = [leaves[n] for n in where]
         examples = examples_in(batch)
-        self.trainer.begin_step()
+        if self._parted is None:
+            self._begin_batch()
+        self._forget()
         if not self.trainer.rules and examples:
-            self._workload.losses_of = OutputMeans(leaves, where, structure)
-            self._steps_itself = True
-            try:
+            sums = OutputSums(leaves, where, structure, scales=self._scales)
+            self.trainer.workload = StepLosses(sums)
+            with self._working():
+                sums.check_loss(model, batch)
                 self.trainer.prepare(batch)
-            finally:
-                self._steps_itself = False
         self._examples = self.trainer.examples = examples
-        self.trainer.sizes = [examples]
-        self._open.enter_context(self.trainer.without_parameter_gradients())
+        if examples:
+            self._open.enter_context(self.trainer.without_parameter_gradients())
+
+    def _watch(self, model: nn.Module, given: Any, returned: Any) -> None:
+        """Let a backward raise if its forward was given up."""
+        if self._examples is None or self._works:
+            return
+        number = self._forwards
+
+        def check(_: Tensor) -> None:
+            if number != self._forwards:
+                raise ConfigurationError(GIVEN_UP)
+
+        for each in pytree.tree_leaves(returned):
+            if isinstance(each, Tensor) and each.requires_grad:
+                each.register_hook(check)
+
+    def heard(self) -> bool:
+        """Return True if a backward has begun, for which no step was taken."""
+        begun = self._examples is not None and any(self.trainer.seen.values())
+        return begun or bool(self._parted)
+
+    def _forget(self) -> None:
+        """Give up a forward."""
+        self._open.close()
+        self._examples, self.trainer.seen = None, {}
+        self._forwards += 1
 
     def discard(self) -> None:
-        """Give up a batch whose forward has begun."""
+        """Give up a batch whose forward or backward has begun."""
+        self._forget()
+        self._parted = None
+
+    def _clip(self) -> None:
+        """Add the clipped gradients of a forward and backward to the sums."""
+        examples, trainer = self._examples, self.trainer
+        if examples is None or (examples and not self.heard()):
+            self.discard()
+            raise ConfigurationError(
+                "private.optimizer.step() needs a forward of the model in training mode, and one "
+                "backward of its loss, before each step"
+            )
         self._open.close()
-        self._examples = None
-        self.trainer.seen = {}
+        if examples:
+            trainer.loss_scale = examples if self._scales else 1
+            with self._working():  # a module without a rule runs once more
+                trainer.reduce_all(trainer.clipped(last=self._parted is None))
+        self._forget()
 
     def step_after_backward(self) -> None:
         """Take the step of the usual loop. `PrivateOptimizer.step` calls it."""
-        examples, trainer = self._examples, self.trainer
-        self._open.close()
-        if examples is None or (examples and not any(trainer.seen.values())):
-            self.discard()
-            raise ConfigurationError(
-                "optimizer.step() needs a forward of the model in training mode, and one backward "
-                "of its loss, before each step"
-            )
-        if examples:
-            trainer.loss_scale = examples if self._scales else 1
-            try:
-                trainer.reduce_all(trainer.clipped(last=True))
-            finally:
-                trainer.loss_scale = 1
+        if self._parted is False:
+            raise ConfigurationError("private.parts(batch) has more parts: train all, then step")
+        if not self._parted:
+            self._clip()
         self.discard()
-        trainer.update()
+        self._sampler.check_unused()
+        with self._working():
+            self.trainer.update()
+        self.optimizer.original.zero_grad()
         self._count()
+
+
+class PrivateHook(OwnHook):
+    """A hook of a model or optimizer that trains privately."""
+
+    changes_nothing = True
+    """So that the optimizer's step may be merged with the noise."""
 
 
 class PrivateOptimizer(torch.optim.Optimizer):
     """Stands for an optimizer in the usual loop. Its `step` takes a private step."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, private: Private) -> None:
-        self.original, self._private = optimizer, private
+    def __init__(self, private: Private) -> None:
+        self.original, self._private = private.trainer.plain_optimizer, private
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["original"], name)
-
-    def __repr__(self) -> str:
-        return f"PrivateOptimizer({self.original!r})"
 
     def __reduce__(self) -> Any:
         raise TypeError("a private optimizer cannot be copied: save private.state_dict()")
@@ -315,8 +403,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
         raise ConfigurationError("give all parameters to the optimizer before make_private")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Give up a batch whose forward has begun, and clear all gradients."""
-        self._private.discard()
+        """Give up a backward. A forward stays, as the usual order is forward, this, backward."""
+        if self._private.heard():
+            self._private.discard()
         self.original.zero_grad(set_to_none)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -329,7 +418,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
 class StepLosses(Workload):
     """Computes losses by the function that a step was given."""
 
-    losses_of: Losses
+    def __init__(self, losses: Losses | None) -> None:
+        self._losses = losses
 
     def model(self) -> nn.Module:
         raise NotImplementedError
@@ -338,128 +428,50 @@ class StepLosses(Workload):
         raise NotImplementedError
 
     def losses(self, model: Callable[..., Any], batch: Batch) -> Tensor:
-        return self.losses_of(model, batch)
+        assert self._losses
+        return self._losses(model, batch)
 
-    def captured_with(self) -> SameFunction:
-        return SameFunction(self.losses_of)
-
-
-class SameFunction:
-    """Equal to another object if its function has the same code, and the same objects beside it."""
-
-    def __init__(self, function: Losses) -> None:
-        self._function: Any = function  # keeps the objects alive, so that they keep their ids
-        code, owner = getattr(function, "__code__", function), getattr(function, "__self__", None)
-        beside = [each.cell_contents for each in getattr(function, "__closure__", None) or ()]
-        beside += getattr(function, "__defaults__", None) or ()
-        self._ids = [id(each) for each in (code, owner, *beside)]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, SameFunction) and self._ids == other._ids
-
-    __hash__ = None  # type: ignore[assignment]
+    def captured_with(self) -> object:
+        return values_of(self._losses)
 
 
-class OutputMeans:
-    """Computes for each example the mean of what the model returns, in place of a loss.
-
-    In the usual loop, only the loss's value is known after the forward. So examples that the model
-    mixes are noticed, and examples that the loss mixes are not.
-    """
-
-    def __init__(self, leaves: list[Any], where: list[int], structure: Any) -> None:
-        self._leaves, self._where, self._structure = leaves, where, structure
-
-    def __call__(self, model: Callable[..., Any], batch: Any) -> Tensor:
-        leaves = [*self._leaves]
-        for n, each in zip(self._where, batch, strict=True):
-            leaves[n] = each
-        given, options = pytree.tree_unflatten(leaves, self._structure)
-        returned = model(*given, **options)
-        examples = len(batch[0])
-        tensors = [each for each in pytree.tree_leaves(returned) if isinstance(each, Tensor)]
-        found = [
-            each.flatten(1).mean(1) if each.dim() > 1 else each
-            for each in tensors
-            if each.is_floating_point() and each.shape[:1] == (examples,)
-        ]
-        if not found:
-            raise ConfigurationError(
-                "the model returns no tensor whose first dimension is the example: use private.step"
-            )
-        return torch.stack(found).sum(0)
+OWN_OPTIONS = ("shuffle", "sampler", "batch_sampler", "drop_last", "dataset")
+"""Arguments of ``DataLoader`` that Poisson sampling sets."""
 
 
-class PoissonSampler(UniformWithReplacementSampler):  # type: ignore[misc]
-    """Opacus's sampler, with random numbers of ChaCha in place of a generator with a short seed.
-
-    Each example is in a batch with the same probability, independent of all other examples and
-    batches. Under DDP, all ranks draw the same batch, and each takes its part of it.
-
-    Args:
-        examples: number of examples in the dataset.
-        sample_rate: the probability.
-        seed: see `make_private`.
-    """
-
-    def __init__(self, examples: int, sample_rate: float, seed: int | None) -> None:
-        super().__init__(num_samples=examples, sample_rate=sample_rate)
-        self.drawn = 0
-        ranks = rank_and_ranks()[1]
-        device = torch.device("cpu")
-        if ranks > 1 and distributed.get_backend() == "nccl":
-            device = torch.device("cuda")
-        key = shared_key(seed, device, "ddp" if ranks > 1 else "none").cpu()
-        self._key = key.view(torch.int32)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        rank, ranks = rank_and_ranks()
-        for _ in range(self.steps):
-            self.drawn += 1
-            yield self._batch(self.drawn)[rank::ranks]
-
-    def _batch(self, step: int) -> list[int]:
-        low, high = torch.tensor([step]).view(torch.int32)
-        blocks, chosen = -(-self.num_samples // 8), []
-        for first in range(0, blocks, AT_ONCE):
-            places = torch.arange(first, min(first + AT_ONCE, blocks), dtype=torch.int32)
-            rest = [torch.full_like(places, int(each)) for each in (SAMPLING, low, high)]
-            words = chacha(self._key, torch.stack([places, *rest])).long() & 0xFFFFFFFF
-            uniform = (words[::2] >> 5 << 26 | words[1::2] >> 6).t().flatten()  # of 53 bits
-            chosen.append((uniform < self.sample_rate * 2**53).nonzero().flatten() + 8 * first)
-        every = torch.cat(chosen)
-        return every[every < self.num_samples].tolist()
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a sampler with a secret key cannot be copied")
-
-
-class Collate:
-    """Joins examples to a batch. An empty batch has the form of others, with no examples."""
-
-    def __init__(self, function: Callable[[list[Any]], Any], dataset: Any) -> None:
-        self._function, self._dataset = function, dataset
-
-    def __call__(self, examples: list[Any]) -> Any:
-        if examples:
-            return self._function(examples)
-        return pytree.tree_map(lambda each: each[:0], self._function([self._dataset[0]]))
+def check_arguments(dataset: Any, loading: Mapping[str, Any], **named: Any) -> None:
+    """Raise if an argument of `make_private` cannot be used."""
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not len(dataset):
+        raise ConfigurationError(
+            f"sampling needs a dataset of examples with a length above 0 and items by number, and "
+            f"got a {type(dataset).__name__}"
+        )
+    most = len(dataset)
+    for name, right, must in (
+        ("batch_size", named["batch_size"] in range(1, most + 1),
+         f"be at least 1 and at most the number of examples, {most}"),
+        ("loss_reduction", named["loss_reduction"] in ("mean", "sum"), "be mean or sum"),
+        ("max_grad_norm", isinstance(named["max_grad_norm"], (int, float)), "be one number"),
+        ("target_delta", (delta := named["target_delta"]) is None or 0 < delta < 1,
+         "be between 0 and 1"),
+        *((name, named[name] is None or named[name] > 0, "be above 0")
+          for name in ("physical_batch_size", "target_epsilon", "epochs")),
+        ("accountant", named["accountant"] in ACCOUNTANTS, f"be one of {', '.join(ACCOUNTANTS)}"),
+    ):  # fmt: skip
+        if not right:
+            raise ConfigurationError(f"{name} is {named[name]!r}, and must {must}")
+    if wrong := [name for name in OWN_OPTIONS if name in loading]:
+        raise ConfigurationError(f"make_private draws Poisson batches itself: leave out {wrong[0]}")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not distributed.is_initialized():
+        raise ConfigurationError("under torchrun, call torch.distributed.init_process_group first")
 
 
 def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise if the optimizer lacks a trained parameter, or the model is distributed already."""
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not trained:
-        raise ConfigurationError("the model has no parameter that is trained")
-    lacking = [name for name, p in trained.items() if p not in groups_of(optimizer)]
-    if lacking:
+    """Raise if the model trains privately already, or the optimizer does not fit it."""
+    hooks = model._forward_pre_hooks.values()
+    if any(isinstance(each, PrivateHook) and each.acts for each in hooks):
         raise ConfigurationError(
-            f"the optimizer lacks parameter {lacking[0]}: give it all trained parameters, or "
-            f"freeze this one with requires_grad_(False)"
+            "make_private was called for this model before: go on with what it returned, whose ε "
+            "counts all steps, or pass copy.deepcopy(model) with a new optimizer"
         )
-    wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
-    if wrapped or any(isinstance(p, DTensor) for p in trained.values()):
-        raise ConfigurationError(
-            "pass the plain model: under torchrun, make_private reduces gradients over the ranks "
-            "itself, as DDP does; shards (FSDP) are not supported"
-        )
+    check_plain(model, optimizer)

@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "show": {"core", "results"},
     "advice": {"core", "child", "launch", "instruments", "results"},
     "private": {"core", "workloads", "training"},
-    "integrations": {"core", "private"},
+    "integrations": {"core", "workloads", "training", "private"},
 }
 """Folders of dpbench that each folder may import. `FRONTS` may import all of them."""
 

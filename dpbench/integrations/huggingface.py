@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 
 from dpbench.core.errors import ConfigurationError
 from dpbench.private import Losses, Private, PrivateOptimizer, make_private
+from dpbench.training.poisson import as_plain
+from dpbench.workloads.base import examples_in
 
 IGNORED = -100
 """The label of tokens without a loss."""
@@ -64,50 +67,46 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
         self.privacy = privacy
         self._private: Private | None = None
         self._losses = losses or example_losses
-        given = list(arguments)
-        place = 1 if len(given) > 1 else None
-        args = given[1] if place else options.get("args")
-        if args is None:
-            args = transformers.TrainingArguments()
+        bound = inspect.signature(Trainer.__init__).bind(self, *arguments, **options)
+        args = copy.copy(bound.arguments.get("args") or transformers.TrainingArguments())
         check_arguments(args)
-        args = copy.copy(args)
+        given = bound.arguments.get("compute_loss_func")
+        if given or type(self).compute_loss is not Trainer.compute_loss:
+            raise ConfigurationError(
+                "compute_loss is one loss for a batch, but each example needs its own: pass losses="
+            )
         self._physical = args.per_device_train_batch_size
         self._logical = self._physical * args.gradient_accumulation_steps
         args.gradient_accumulation_steps, args.max_grad_norm = 1, 0.0
         args.ignore_data_skip = True  # a Poisson batch is drawn anew, never repeated
-        if place:
-            given[1] = args
-        else:
-            options["args"] = args
-        super().__init__(*given, **options)
+        bound.arguments["args"] = args
+        self._last_loss = torch.zeros(())
+        super().__init__(*bound.args[1:], **bound.kwargs)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create the optimizer, and prepare private training when it is first called."""
-        if self._private is None:
+        """Create the optimizer, and prepare private training when a model is trained first."""
+        if self._private is None or self._private.model is not self.model:
             optimizer = super().create_optimizer(model)
-            steps = len(self.train_dataset) // self._logical
-            epochs = self.args.max_steps / steps if self.args.max_steps > 0 else None
-            target = self.privacy.target_epsilon is not None
+            promised = asdict(self.privacy)
+            delta = promised.pop("delta")
+            if self.privacy.target_epsilon is not None:
+                epochs, steps = self.args.num_train_epochs, len(self.train_dataset) // self._logical
+                if self.args.max_steps > 0:
+                    epochs = self.args.max_steps / max(steps, 1)
+                promised |= {"target_delta": delta, "epochs": epochs}
             self._private = make_private(
                 self.model,
                 optimizer,
                 self.train_dataset,
                 batch_size=self._logical,
                 physical_batch_size=self._physical,
-                max_grad_norm=self.privacy.max_grad_norm,
-                noise_multiplier=self.privacy.noise_multiplier,
-                target_epsilon=self.privacy.target_epsilon,
-                target_delta=self.privacy.delta if target else None,
-                epochs=(epochs or self.args.num_train_epochs) if target else None,
-                accountant=self.privacy.accountant,
-                seed=self.privacy.seed,
-                collate_fn=self.data_collator,
+                collate_fn=self._get_collator_with_removed_columns(self.data_collator, "training"),
                 num_workers=self.args.dataloader_num_workers,
                 pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
+                **promised,
             )
-            self.optimizer = StepTaken(optimizer, self._private)
-        made: torch.optim.Optimizer = self.optimizer
-        return made
+            self.optimizer = StepTaken(self._private)
+        return self.optimizer
 
     @property
     def private(self) -> Private:
@@ -123,17 +122,32 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
-        """Take a whole private step, and return the mean loss before it."""
+        """Take a whole private step, and return the mean loss before it.
+
+        For an empty batch, it is the loss of the batch before, so that logs have no NaN.
+        """
         model.train()
-        loss = self.private.step(dict(inputs), self._contextual)
-        return loss.to(torch.device(self.args.device))
+        inputs = as_plain(inputs)
+        loss = self.private.step(inputs, self._contextual)
+        if examples_in(inputs):
+            self._last_loss = loss
+        return self._last_loss.to(self.args.device)
 
     def _contextual(self, model: Callable[..., Any], batch: Any) -> Tensor:
         with self.compute_loss_context_manager():
             return self._losses(model, batch)
 
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint and not self.private.steps:
+            raise ConfigurationError(
+                f"{checkpoint} has no optimizer's state, so the ε of its steps is unknown: save "
+                f"without save_only_model"
+            )
+
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
-        """Add ε to the logs."""
+        """Add ε to the logs, and leave out the norm of gradients, which there are none of."""
+        logs.pop("grad_norm", None)
         if self._private and self._private.steps:
             logs["epsilon"] = self._private.epsilon(self.privacy.delta)
         super().log(logs, *arguments, **options)
@@ -153,10 +167,11 @@ def example_losses(model: Callable[..., Any], batch: dict[str, Any]) -> Tensor:
         model: a model for causal or masked language modelling, or for classification.
         batch: its inputs, with ``labels``.
     """
-    inputs = {name: each for name, each in batch.items() if name != "labels"}
     if "labels" not in batch:
         raise ConfigurationError("the batch has no labels: pass losses=… to PrivateTrainer")
+    inputs = {name: each for name, each in batch.items() if name != "labels"}
     logits, labels = model(**inputs).logits, batch["labels"]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if logits.dim() == 2 and logits.shape[1] == 1:
         return F.mse_loss(logits[:, 0], labels.to(logits.dtype), reduction="none")
     if logits.dim() == 2 and labels.dim() == 1:
@@ -170,27 +185,32 @@ def example_losses(model: Callable[..., Any], batch: dict[str, Any]) -> Tensor:
         logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORED
     )
     counted = (labels != IGNORED).sum(1).clamp(min=1)
-    losses: Tensor = each.view(labels.shape).sum(1) / counted
-    return losses
+    return each.view(labels.shape).sum(1).div(counted)
+
+
+REFUSED = {
+    "group_by_length": "batches of examples of equal length are no Poisson batches",
+    "packing": "packing puts several examples into one",
+    "fp16": "it scales gradients before they are clipped (use bf16)",
+    "label_smoothing_factor": "it is not in the losses of examples (pass losses=…)",
+    "torch_compile": "compiled code has no layers that can be clipped",
+    "auto_find_batch_size": "a step must not be taken again (set per_device_train_batch_size)",
+    "optim_target_modules": "its optimizer needs gradients that are not clipped",
+}
+"""Training arguments that private training cannot keep, and why."""
 
 
 def check_arguments(args: Any) -> None:
     """Raise if training arguments ask for what private training cannot do."""
-    if getattr(args, "group_by_length", False) or (
-        getattr(args, "train_sampling_strategy", "random") not in ("random",)
-    ):
+    for name, why in REFUSED.items():
+        if getattr(args, name, None):
+            raise ConfigurationError(f"leave out {name}: {why}")
+    if (strategy := getattr(args, "train_sampling_strategy", "random")) != "random":
         raise ConfigurationError(
-            "batches of examples of equal length are no Poisson batches: leave out group_by_length "
-            "or train_sampling_strategy"
+            f"leave out train_sampling_strategy={strategy}: its batches are no Poisson batches"
         )
-    if getattr(args, "packing", False):
-        raise ConfigurationError("packing puts several examples into one: leave it out")
-    if args.fp16:
-        raise ConfigurationError("fp16 scales gradients before they are clipped: use bf16")
     if args.world_size > 1 or args.n_gpu > 1 or args.deepspeed or args.fsdp:
         raise ConfigurationError(
             "PrivateTrainer trains on one GPU: set CUDA_VISIBLE_DEVICES to one, or use "
             "dpbench.make_private under torchrun, which supports several"
         )
-    if args.torch_compile:
-        raise ConfigurationError("compiled code has no layers that can be clipped: leave it out")

@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
+from dpbench.core.errors import ConfigurationError
 from dpbench.training.base import DRAWN_BY, Batch, mean_of
 from dpbench.training.clipped_sums import (
     Buffer,
@@ -53,6 +54,13 @@ from dpbench.training.plan import TOLERANCES, Plan, Probe, expand
 from dpbench.training.refusals import ModelSnapshot, check_used_in_layers, used_outside
 from dpbench.training.units import UnitRule, cost_of
 from dpbench.workloads.base import examples_in
+
+GIVEN_UP = (
+    "backward ran twice for one forward, or for a forward that was given up because the model ran "
+    "again or a step was taken: run model and backward once for each step, and run the model under "
+    "torch.no_grad() where it is not trained"
+)
+"""Says that a backward reached a layer whose tensors are no longer kept."""
 
 
 class FusedTrainer(ClippedSumTrainer):
@@ -149,13 +157,12 @@ class FusedTrainer(ClippedSumTrainer):
     def prepare(self, batch: Batch) -> None:
         """Choose a rule for each layer, see `dpbench.training.plan`."""
         fake = any(isinstance(each, FakeTensor) for each in pytree.tree_leaves(batch))
-        width = 2 if self.autocast else min(each.itemsize for each in self.trained)
         with _disable_current_modes():  # so that nothing is counted
-            plan = Plan(self.model, kernels=self.kernels, one_example=self._one_example)
-            plan.fit(Probe(self.model, self._probed, batch, TOLERANCES[width]), fake=fake)
+            plan = self._new_plan()
+            plan.fit(self._probe(batch), fake=fake)
         self.rules, self._uses_are_checked = plan.rules, plan.knows_uses
         for layer in plan.expanded:
-            layer.register_forward_pre_hook(OwnHook(partial(expand, lambda: self.examples)))
+            layer.register_forward_pre_hook(OwnHook(partial(expand, self._expanded_to)))
         for layer, rule in self.rules.items():
             layer.register_forward_hook(OwnHook(partial(self._save, rule)), with_kwargs=True)
             for parameter in rule.trained.values():
@@ -163,6 +170,27 @@ class FusedTrainer(ClippedSumTrainer):
         self.tied = {p: rules for p, rules in self.tied.items() if len(rules) > 1}
         if units := [rule for rule in self.rules.values() if isinstance(rule, UnitRule)]:
             warnings.warn(cost_of(units), stacklevel=3)
+
+    def check_losses(self, batch: Batch) -> None:
+        """Check a function of losses that is used for the first time after `prepare`."""
+        self._new_plan().check_losses(self._probe(batch))
+        self._uses_are_checked = False
+
+    def _new_plan(self) -> Plan:
+        return Plan(
+            self.model,
+            kernels=self.kernels,
+            one_example=self._one_example,
+            any_size=self.sampling == "poisson",
+        )
+
+    def _probe(self, batch: Batch) -> Probe:
+        width = 2 if self.autocast else min(each.itemsize for each in self.trained)
+        return Probe(self.model, self._probed, batch, TOLERANCES[width])
+
+    def _expanded_to(self) -> int:
+        """Return for how many examples a shared input is expanded; 0 outside of training."""
+        return self.examples if self._listening and torch.is_grad_enabled() else 0
 
     def _probed(self, batch: Batch) -> Tensor:
         # Wrappers of the trainer's own method expect the batches of its steps.
@@ -336,8 +364,8 @@ class FusedTrainer(ClippedSumTrainer):
         seen = self.seen.setdefault(layer, [])
 
         def save_gradient(gradient: Tensor) -> None:
-            if not held:
-                raise rule.refusal("backward ran twice before the step")
+            if not held or self.seen.get(layer) is not seen:
+                raise ConfigurationError(GIVEN_UP)
             activations = held.pop()()  # otherwise, it would stay in memory until backward ends
             gradient = gradient.detach().reshape(shape)
             if rule.rows > 1:
@@ -351,12 +379,15 @@ class FusedTrainer(ClippedSumTrainer):
     def _save_unit(self, rule: UnitRule, given: Any, options: Any, returned: Any) -> Any:
         """Keep a unit's inputs and, when the backward reaches the unit, the output gradients."""
         leaves, structure = rule.inputs(given, options)
+        rule.note_autocast()
         held = [Unchanged(rule, x) if isinstance(x, Tensor) else x for x in leaves]
         outputs, of_outputs = pytree.tree_flatten(returned)
         shapes = [each.shape if isinstance(each, Tensor) else torch.Size() for each in outputs]
         seen, gradients = self.seen.setdefault(rule.layer, []), dict[int, Tensor]()
 
         def save_gradient(number: int, gradient: Tensor) -> None:
+            if number in gradients or self.seen.get(rule.layer) is not seen:
+                raise ConfigurationError(GIVEN_UP)
             if not gradients:
                 kept = [x() if isinstance(x, Unchanged) else x for x in held]
                 seen.append((kept, structure, gradients))
@@ -375,7 +406,7 @@ class FusedTrainer(ClippedSumTrainer):
     def _save_call(self, rule: Rule[Any], seen: Saved, x: Tensor, g: Tensor) -> None:
         """Keep a call's tensors. At the layer's first call, choose how to compute norms."""
         if not seen:
-            alone = self.part_size == self.micro_batches == 1
+            alone = self.examples == self.part_size == self.micro_batches == 1
             options = {"kernel": self.kernels, "alone": alone}
             self.ways[rule.name] = rule.way(x, g, self.known_ways, **options)
             if self._tied(rule):
@@ -472,8 +503,13 @@ class OwnHook:
     def __call__(self, *arguments: Any) -> Any:
         return self._function(*arguments) if self._function else None
 
+    @property
+    def acts(self) -> bool:
+        """Whether the hook does anything."""
+        return self._function is not None
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return OwnHook, ()
+        return type(self), ()
 
 
 class Unchanged:

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 from unittest.mock import patch
 
@@ -394,6 +395,93 @@ def decided_by(layer: nn.Module) -> tuple[object, ...]:
     """Return a layer's attributes of plain types, and the addresses of its buffers."""
     plain = [(name, value) for name, value in vars(layer).items() if isinstance(value, PLAIN)]
     return *plain, *(each.data_ptr() for each in layer._buffers.values() if each is not None)
+
+
+class Same:
+    """Equal to another only if both hold the same object."""
+
+    def __init__(self, value: object, version: int = 0) -> None:
+        self.value, self._version = value, version  # an object that lives keeps its identity
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, Same) and self.value is other.value
+        return same and self._version == other._version  # type: ignore[attr-defined]
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def values_of(value: Any) -> object:
+    """Return what must stay equal so that a function computes the same.
+
+    These are its code, and the values that the code can reach: variables around it, defaults,
+    globals, arguments of ``functools.partial``, and attributes of objects. Of globals and
+    attributes, only those count whose names are in the code. Numbers and texts are compared, other
+    objects must stay the same.
+    """
+    return _values_of(value, frozenset(), set())
+
+
+def _values_of(value: Any, names: frozenset[str], known: set[int]) -> object:
+    if isinstance(value, PLAIN):
+        return type(value), value
+    if isinstance(value, Tensor):  # a graph reads a GPU's memory, but not that of the CPU
+        return Same(value, 0 if value.is_cuda else value._version)
+    if id(value) in known:
+        return Same(value)
+    known.add(id(value))
+    if isinstance(value, (list, tuple)):
+        return [_values_of(each, names, known) for each in value]
+    if isinstance(value, dict):
+        return [(key, _values_of(each, names, known)) for key, each in value.items()]
+    if isinstance(value, partial):
+        return _values_of((value.func, value.args, value.keywords), names, known)
+    if isinstance(value, MethodType):
+        function = _values_of(value.__func__, names, known)
+        return function, _values_of(value.__self__, names | names_in(value.__func__), known)
+    if isinstance(value, FunctionType):
+        return _values_of_function(value, names | names_in(value), known)
+    call = getattr(type(value), "__call__", None)  # noqa: B004  # its code is needed
+    code = Same(getattr(call, "__code__", None))
+    return Same(value), code, _attributes(value, names | names_in(call), known)
+
+
+def _values_of_function(function: FunctionType, names: frozenset[str], known: set[int]) -> object:
+    if function.__module__.partition(".")[0] == "torch":
+        return Same(function)
+    reached = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+    reached += [function.__defaults__, function.__kwdefaults__]
+    reached += [x for n, x in function.__globals__.items() if n in names]
+    return Same(function.__code__), [_values_of(each, names, known) for each in reached]
+
+
+def _attributes(value: Any, names: frozenset[str], known: set[int]) -> object:
+    """Return the attributes of an object, of a module of Python only the plain ones."""
+    own = getattr(value, "__dict__", {})
+    if isinstance(value, nn.Module):
+        names |= {"training"}
+    return [
+        (name, _values_of(each, names, known))
+        for name, each in own.items()
+        if name in names and (isinstance(each, PLAIN) or not isinstance(value, ModuleType))
+    ]
+
+
+def codes_in(values: object) -> set[object]:
+    """Return the codes of all functions in a result of `values_of`."""
+    if isinstance(values, Same):
+        return {values.value} if isinstance(values.value, CodeType) else set()
+    parts = values if isinstance(values, (list, tuple)) else ()
+    return set().union(*map(codes_in, parts))
+
+
+def names_in(function: Any) -> frozenset[str]:
+    """Return the names of globals and attributes in the code of a function and inner functions."""
+    waiting, names = [getattr(function, "__code__", None)], set[str]()
+    while waiting:
+        if (code := waiting.pop()) is not None:
+            names.update(code.co_names)
+            waiting += [each for each in code.co_consts if isinstance(each, CodeType)]
+    return frozenset(names)
 
 
 def next_buffers(buffers: Iterator[Buffer], least: float) -> list[Buffer]:

@@ -223,7 +223,8 @@ def why_not(optimizer: torch.optim.Optimizer) -> str:
     # A learning rate scheduler replaces `step` only to count its calls.
     if "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         return f"the step of {name} was replaced"
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    if any(not hasattr(hook, "changes_nothing") for some in hooks for hook in some.values()):
         return f"the step of {name} has hooks"
     for group in optimizer.param_groups:
         for option in UNSUPPORTED_OPTIONS:

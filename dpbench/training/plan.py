@@ -219,6 +219,70 @@ class Probe:
             )
 
 
+class OutputSums:
+    """Computes for each example a weighted sum of what the model returns, in place of a loss.
+
+    In the usual loop, only the loss's value is known after the forward. So examples that the model
+    mixes are noticed, and examples that the loss mixes are noticed only if the model computes it.
+    """
+
+    def __init__(
+        self, leaves: list[Any], where: list[int], structure: Any, *, scales: bool
+    ) -> None:
+        self._leaves, self._where, self._structure = leaves, where, structure
+        self._scales = scales
+
+    def __call__(self, model: Callable[..., Any], batch: Any) -> Tensor:
+        found, _ = self._returned(model, batch)
+        if not found:
+            raise ConfigurationError(
+                "the model returns no tensor whose first dimension is the example: use private.step"
+            )
+        flat = torch.cat([each.flatten(1).float() for each in found], 1)
+        # The elements of a normalized output have a constant mean, so a plain mean tells nothing.
+        sums: Tensor = flat @ torch.arange(flat.shape[1], device=flat.device).cos()
+        return sums.div(flat.shape[1] ** 0.5)
+
+    def _returned(self, model: Callable[..., Any], batch: Any) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the model's outputs of examples, and its outputs that are one number."""
+        leaves = [*self._leaves]
+        for n, each in zip(self._where, batch, strict=True):
+            leaves[n] = each
+        given, options = pytree.tree_unflatten(leaves, self._structure)
+        tensors = [
+            each
+            for each in pytree.tree_leaves(model(*given, **options))
+            if isinstance(each, Tensor) and each.is_floating_point()
+        ]
+        found = [each for each in tensors if each.shape[:1] == (len(batch[0]),)]
+        return found, [each for each in tensors if each.dim() == 0]
+
+    def check_loss(self, model: nn.Module, batch: Sequence[Tensor]) -> None:
+        """Raise if a loss that the model returns is not the mean or sum of its examples' losses."""
+        batch = [each[:FEW] for each in batch]
+        with unnoticed(model), without_dropout(model), torch.enable_grad():
+            whole = self._gradients(model, batch)
+            for n in range(len(batch[0])):
+                alone = self._gradients(model, [each[n : n + 1] for each in batch])
+                for one, every in zip(alone, whole, strict=True):
+                    wanted = one[0] / (len(batch[0]) if self._scales else 1)
+                    if (every[n] - wanted).norm() > OTHER_SIZE * wanted.norm():
+                        raise ConfigurationError(
+                            "the loss that the model returns is not the mean (or the sum, see "
+                            "loss_reduction) of its examples' losses, maybe because it is divided "
+                            "by the tokens of the batch: use private.step with a loss per example"
+                        )
+
+    def _gradients(self, model: nn.Module, batch: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradients of a returned loss with respect to returned outputs of examples."""
+        found, losses = self._returned(model, batch)
+        found = [each for each in found if each.requires_grad]
+        if not (found and losses):
+            return []
+        made = torch.autograd.grad(torch.stack(losses).sum(), found, allow_unused=True)
+        return [each for each in made if each is not None]
+
+
 def shapes_of(tree: Any, *, outputs: bool = False) -> list[torch.Size]:
     """Return the shapes of the tensors in a tree; of outputs, only of floating-point tensors."""
     leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
@@ -266,6 +330,7 @@ class Plan:
         model: the model.
         kernels: see `dpbench.training.per_layer.rule_of`.
         one_example: see `UnitRule`.
+        any_size: whether the model must run with any number of examples.
     """
 
     def __init__(
@@ -274,11 +339,12 @@ class Plan:
         *,
         kernels: bool,
         one_example: Callable[[], AbstractContextManager[object]],
+        any_size: bool = False,
     ) -> None:
         self.model = model
         self.rules: dict[nn.Module, Rule[Any]] = {}
         self.expanded: set[nn.Module] = set()
-        self._one_example = one_example
+        self._one_example, self._any_size = one_example, any_size
         self._modules = dict(model.named_modules())
         self._names = {module: name for name, module in self._modules.items()}
         self._refused: dict[nn.Module, ConfigurationError] = {}
@@ -301,16 +367,33 @@ class Plan:
         try:
             self._fit(probe, fake=fake)
         except CANNOT_PROBE as error:
-            if isinstance(error, ConfigurationError):
-                raise
-            if not fake:
-                warnings.warn(
-                    f"the model does not run with {FEW} examples ({error}), so whether it mixes "
-                    f"examples is not known",
-                    stacklevel=4,
-                )
+            self._unprobed(error, fake=fake)
             for refusal in self._refused.values():
                 raise refusal from error
+
+    def check_losses(self, probe: Probe) -> None:
+        """Raise if a loss depends on other examples, see `Probe.check_unmixed`."""
+        try:
+            with unnoticed(self.model), without_dropout(self.model):
+                probe.check_unmixed()
+        except CANNOT_PROBE as error:
+            self._unprobed(error, fake=False)
+
+    def _unprobed(self, error: Exception, *, fake: bool) -> None:
+        """Raise a refusal again. Warn of other errors of a model that runs with few examples."""
+        if isinstance(error, ConfigurationError):
+            raise error
+        if self._any_size:
+            raise ConfigurationError(
+                f"the model does not run with {FEW} examples of a batch ({error}); Poisson batches "
+                f"may have any size, so the first dimension of each tensor must be the example"
+            ) from error
+        if not fake:
+            warnings.warn(
+                f"the model does not run with {FEW} examples ({error}), so whether it mixes "
+                f"examples is not known",
+                stacklevel=5,
+            )
 
     def _fit(self, probe: Probe, *, fake: bool) -> None:
         with unnoticed(self.model), without_dropout(self.model):
@@ -454,6 +537,8 @@ def expand(examples: Callable[[], int], layer: nn.Module, given: Any) -> Any:
     """Give a layer one input for each example, instead of an input that the examples share."""
     [shared] = given
     number = examples()
+    if not number:
+        return given
     if shared.dim() == 1:
         return (shared.expand(number, -1),)
     return (shared.expand(number, *shared.shape[1:]),)

@@ -338,3 +338,38 @@ def check_used_in_layers(names: Sequence[str]) -> None:
             f"of single examples are unknown: call the layer, freeze the parameter with "
             f"requires_grad_(False), or {BY_EXAMPLE}"
         )
+
+
+WRAPPERS = (
+    *("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "OptimizedModule"),
+    *("GradSampleModule", "DPOptimizer", "AcceleratedOptimizer", "PrivateOptimizer"),
+)
+"""Names of classes around a model or an optimizer that trains in another way."""
+
+
+def check_plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise if a model or optimizer trains in another way, or one does not fit the other."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trained:
+        raise ConfigurationError("the model has no parameter that is trained")
+    kinds = [type(each).__name__ for each in (optimizer, *model.modules())]
+    wrapped = [name for name in kinds if name in WRAPPERS]
+    if wrapped or any(isinstance(p, DTensor) for p in trained.values()):
+        raise ConfigurationError(
+            f"pass the plain model and optimizer, without {wrapped[0] if wrapped else 'shards'}: "
+            f"under torchrun, make_private reduces gradients over the ranks itself, as DDP does; "
+            f"shards (FSDP), DataParallel and compiled code are not supported"
+        )
+    given = {p for group in optimizer.param_groups for p in group["params"]}
+    if lacking := [name for name, p in trained.items() if p not in given]:
+        raise ConfigurationError(
+            f"the optimizer lacks parameter {lacking[0]}: give it all trained parameters, or "
+            f"freeze this one with requires_grad_(False)"
+        )
+    if not given <= {*model.parameters()}:
+        raise ConfigurationError(
+            "the optimizer has a parameter that the model has not: pass the module that contains "
+            "all that is trained, and make the optimizer after the model was moved or changed"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigurationError("LBFGS needs several losses for a step: use another optimizer")

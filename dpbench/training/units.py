@@ -8,7 +8,7 @@ it. So these parameters cost about as much as their module's forward and backwar
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ class UnitRule(Rule[nn.Module]):
         self.layer, self.name, self.input_rows = unit, name, rows
         self.trained, self.trains_bias = dict(parameters), False
         self._one_example = one_example
+        self._autocast: AbstractContextManager[object] = nullcontext()
         self.by_vmap = True
         """Whether all examples run at once."""
 
@@ -60,6 +61,12 @@ class UnitRule(Rule[nn.Module]):
             raise self.refusal(f"it was called with {first} tensors, and now with {tensors}")
         return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
 
+    def note_autocast(self) -> None:
+        """Let the module run again with the autocast that is on now, perhaps by the losses."""
+        kind = next(iter(self.trained.values())).device.type
+        dtype, on = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        self._autocast = torch.autocast(kind, dtype=dtype, enabled=on)
+
     def samples_of_calls(self, calls: Sequence[Call], examples: int) -> dict[Tensor, Tensor]:
         """Return the sums of the per-sample gradients ``[B, …]`` over calls, by parameter.
 
@@ -70,7 +77,7 @@ class UnitRule(Rule[nn.Module]):
         total: dict[Tensor, Tensor] = {}
         captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         before = [] if captures else random_states(self.layer)
-        with self._one_example(), torch.enable_grad():
+        with self._one_example(), self._autocast, torch.enable_grad():
             for call in calls:
                 for parameter, each in self._samples_of(call, examples).items():
                     total[parameter] = total[parameter] + each if parameter in total else each

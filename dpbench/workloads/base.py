@@ -66,7 +66,8 @@ def examples_in(batch: Batch) -> int:
     tensors = pytree.tree_leaves(batch)
     if wrong := [type(leaf).__name__ for leaf in tensors if not isinstance(leaf, Tensor)]:
         raise ConfigurationError(
-            f"a batch may contain tuples, lists, dictionaries and tensors, but not {wrong[0]}"
+            f"a batch may contain tuples, lists, dictionaries and tensors, but not {wrong[0]}: "
+            f"leave it out, for example in collate_fn"
         )
     firsts: set[Any] = {tensor.shape[0] if tensor.dim() else None for tensor in tensors}
     if len(firsts) != 1 or None in firsts:

@@ -325,8 +325,8 @@ def test_a_step_that_failed_leaves_nothing_to_the_next(
         made = TRAINERS[trainer](
             model, batch_size=EXAMPLES, workload=workload, noise_multiplier=0.0, **options
         )
-        if hasattr(made, "_plan"):
-            made._plan(TOKENS)  # which runs the model
+        if hasattr(made, "prepare"):
+            made.prepare(TOKENS)  # which runs the model
         workload.fails = fails
         if fails:
             with pytest.raises(RuntimeError, match="no more"):

@@ -1,0 +1,1 @@
+"""Tests of private training in loops of other packages."""
