@@ -25,6 +25,7 @@ from dpbench.training.clipped_sums import groups_of
 from dpbench.training.fused import FusedTrainer, OwnHook
 from dpbench.training.noise_stream import AT_ONCE, chacha
 from dpbench.training.parallel import rank_and_ranks, shared_key
+from dpbench.training.phases import phase
 from dpbench.workloads.base import Workload, examples_in
 
 Losses = Callable[[Any, Any], Tensor]
@@ -277,14 +278,15 @@ class Private:
                 "optimizer.step() needs a forward of the model in training mode, and one backward "
                 "of its loss, before each step"
             )
-        if examples:
-            trainer.loss_scale = examples if self._scales else 1
-            try:
-                trainer.reduce_all(trainer.clipped(last=True))
-            finally:
-                trainer.loss_scale = 1
-        self.discard()
-        trainer.update()
+        trainer.loss_scale = examples if examples and self._scales else 1
+        try:
+            if examples:
+                with phase("clip"):
+                    trainer.reduce_all(trainer.clipped(last=True))
+            self.discard()
+            trainer.update()
+        finally:
+            trainer.loss_scale = 1
         self._count()
 
 
