@@ -210,7 +210,8 @@ def main() -> None:
             torch.manual_seed(seed)
             found[name].append(accuracy(kind(network(), train, sigma), test))
     costs = {name: cost(kind(network(), train, sigma), full) for name, kind in WAYS.items()}
-    print(f"ε {EPSILON:g} at δ {DELTA:g}, σ {sigma:.3f}, {STEPS} steps of {BATCH}, {SEEDS} seeds")
+    steps = f"{STEPS} steps of {BATCH} examples, {SEEDS} seeds"
+    print(f"ε {EPSILON:g} at δ {DELTA:g}, σ {sigma:.3f}, {steps}")
     print(f"{'':20}{'accuracy, %':>15}{'bytes':>9}{'memory':>9}{'time':>9}")
     plain = costs["without privacy"]
     for name, each in found.items():
