@@ -20,8 +20,8 @@ model's parameters. Each trainable parameter must get a gradient and move. A par
 depend on the private batches only through private steps. Each private step is taken with and
 without noise: without noise, its gradients must equal those of a loop over the examples, clipped,
 and the noise must be normal, independent and of the right deviation. The exit code is 1 if a check
-fails, or if anything could not be judged. The check turns dropout off and lowers clipping thresholds, so
-the script always ends after the checked steps.
+fails, or if anything could not be judged. The check turns dropout off and lowers clipping
+thresholds, so the script always ends after the checked steps.
 
 Examples:
   dpbench exec plain.py --batch-size 64
