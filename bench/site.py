@@ -25,6 +25,7 @@ TOP = {
 
 API = {
     "Cases and metrics": ("core",),
+    "Private training": ("private",),
     "Trainers": ("training",),
     "Workloads": ("workloads",),
     "Instruments and results": ("instruments", "child", "launch", "results"),

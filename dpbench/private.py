@@ -24,6 +24,7 @@ from dpbench.training.base import Batch
 from dpbench.training.fused import GIVEN_UP, FusedTrainer, OwnHook
 from dpbench.training.graphs import codes_in, values_of
 from dpbench.training.parallel import rank_and_ranks
+from dpbench.training.phases import phase
 from dpbench.training.plan import OutputSums
 from dpbench.training.poisson import Collate, PoissonSampler, as_plain
 from dpbench.training.refusals import check_plain
@@ -354,7 +355,7 @@ class Private:
         self._open.close()
         if examples:
             trainer.loss_scale = examples if self._scales else 1
-            with self._working():  # a module without a rule runs once more
+            with self._working(), phase("clip"):  # a module without a rule runs once more
                 trainer.reduce_all(trainer.clipped(last=self._parted is None))
         self._forget()
 

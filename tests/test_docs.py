@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import dpbench
+import dpbench.private  # before pytester restores modules: operators are registered only once
 from bench.runs import printed
 from dpbench import Case
 from dpbench.commands.cli import build_parser, main
@@ -30,7 +31,9 @@ UPSTREAM = sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs/upstream
 RESULTS = "docs/results/README.md"
 RANKS = "docs/several-gpus.md"
 REFERENCE = "docs/reference.md"
-DOCUMENTS = ("README.md", "docs/guide.md", "docs/findings.md", REFERENCE, RANKS, RESULTS, *UPSTREAM)
+TRAIN = "docs/train.md"
+PAGES = ("docs/guide.md", "docs/findings.md", TRAIN, REFERENCE, RANKS, RESULTS)
+DOCUMENTS = ("README.md", *PAGES, *UPSTREAM)
 WITHOUT_GPU = ("show", "compare")
 """Commands that only read files. They are run if the repository has these files."""
 
@@ -191,6 +194,19 @@ def test_examples_in_python_run() -> None:
             exec(block.text, {"__name__": "example"})
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_the_page_about_training_runs_in_its_order(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "example"}
+    for block in (block for block in blocks(TRAIN) if block.language == "python"):
+        if "transformers" in block.text:
+            pytest.importorskip("transformers")
+            pytest.importorskip("peft")
+        exec(block.text, names)
+
+
 @pytest.mark.usefixtures("counted_here")
 def test_a_change_is_found_as_the_guide_shows(
     pytester: pytest.Pytester, imports: sessions.Imports
@@ -241,7 +257,7 @@ def test_opacus_moves_the_bytes_that_the_list_of_changes_prints() -> None:
 
 def test_documents_stay_short() -> None:
     most = {"README.md": 140, "docs/guide.md": 350, "docs/findings.md": 200, REFERENCE: 375}
-    most |= {RANKS: 160}
+    most |= {RANKS: 160, TRAIN: 150}
     most |= {
         page: 135 if "```diff" in (ROOT / page).read_text("utf-8") else 85 for page in UPSTREAM
     }

@@ -46,6 +46,8 @@ FUNCTIONS: dict[str, dict[str, str]] = {
     "opacus.utils.adaptive_clipping.adaptive_clipping_utils": {
         "DPTensorFastGradientAdaptiveClipping.backward": "backward",
     },
+    # Models that `make_private` trains run with examples of the first batch before the first step.
+    "dpbench.training.fused": {"FusedTrainer.prepare": OUTSIDE},
     # fastDP clips during the backward, and adds noise before the optimizer's step.
     "fastDP.autograd_grad_sample": {"_per_block_clip_grad": "clip"},
     "fastDP.privacy_engine": {"PrivacyEngine._create_noisy_clipped_gradient": "noise"},
@@ -109,6 +111,7 @@ class _Watching:
             "torch": self.torch,
             DYNAMO: self.compiler,
             "opacus.optimizers.optimizer": self.opacus,
+            "dpbench.training.fused": self.fused,
             "opacus.grad_sample.grad_sample_module_fast_gradient_clipping": self.norms,
         }
 
@@ -297,6 +300,33 @@ class _Watching:
         watch_all()
         module.DPOptimizer.__init_subclass__ = classmethod(derived)
         self.finder.undo.callback(delattr, module.DPOptimizer, "__init_subclass__")
+
+    def fused(self, module: ModuleType) -> None:
+        """Wrap the update of `make_private`'s trainer, which may call no optimizer's step."""
+        finder = self.finder
+
+        def begun(begin: Callable[..., None]) -> Callable[..., None]:
+            def called(trainer: Any) -> None:
+                if isinstance(trainer, module.FusedTrainer):
+                    finder.begin_private(trainer)
+                begin(trainer)
+
+            return called
+
+        def updated(update: Callable[..., None]) -> Callable[..., None]:
+            def called(trainer: Any, reductions: Any) -> None:
+                within = finder.begin_update(private=(trainer, lambda: reductions))
+                try:
+                    update(trainer, reductions)
+                    if within is not None:
+                        finder.has_updated(trainer.plain_optimizer)
+                finally:
+                    finder.end_update(within)
+
+            return called
+
+        self.replace(module.ClippedSumTrainer, "begin_step", begun)
+        self.replace(module.FusedTrainer, "noisy_step", updated)
 
     def norms(self, module: ModuleType) -> None:
         """Wrap the method with which ghost clipping computes clipping factors from norms."""

@@ -66,7 +66,13 @@ class Calls:
         """Handle the beginning of an optimizer's step."""
 
     def private_step(self, optimizer: Any, step: Callable[[], Any]) -> None:
-        """Handle the beginning of a step of Opacus's optimizer, which ``step`` takes once more."""
+        """Handle the beginning of a step of Opacus's optimizer, which ``step`` takes once more.
+
+        Or of the update of a `FusedTrainer`, whose sums without noise ``step`` returns.
+        """
+
+    def begin_private(self, trainer: Any) -> None:
+        """Handle the beginning of a batch that a `FusedTrainer` clips."""
 
     def schedule_by(self, metric: Any) -> None:
         """Handle a metric that the learning rate follows."""

@@ -274,6 +274,12 @@ class StepFinder:
             if evaluation:
                 step.leave(evaluation)
 
+    def begin_private(self, trainer: Any) -> None:
+        """Begin a step, if none has begun, with a batch that a `FusedTrainer` clips."""
+        if self._is_loop_thread() and not (self.inside or self._in_backward):
+            self._maybe_begin_step()
+        self.report(self.calls.begin_private, trainer)
+
     def begin_update(self, optimizer: Any = None, private: Sequence[Any] = ()) -> Any:
         """Begin an optimizer's step.
 
@@ -281,7 +287,8 @@ class StepFinder:
             optimizer: the optimizer; None if a wrapper of the optimizer steps, which is Opacus's
                 optimizer or a GradScaler.
             private: an optimizer that hands private gradients over, as Opacus's does, and a
-                function that takes its step once more; empty if another optimizer steps.
+                function that takes its step once more; or the arguments of
+                `Calls.private_step` of a `FusedTrainer`; empty if another optimizer steps.
 
         Returns:
             A value to pass to `end_update`.
@@ -300,13 +307,14 @@ class StepFinder:
             self.report(self.calls.private_step, *private)
         if optimizer is not None:
             self.report(self.calls.update, optimizer)
-            self._has_updated(optimizer)
+            self.has_updated(optimizer)
             infinite = getattr(optimizer, "found_inf", None)
             if self.counts and infinite is not None:
                 self._infinite.append(infinite)
         return within
 
-    def _has_updated(self, optimizer: Any) -> None:
+    def has_updated(self, optimizer: Any) -> None:
+        """Record that an optimizer has stepped, or that its step was replaced."""
         self._updated = True
         self.turns.add(optimizer)
 
@@ -324,7 +332,7 @@ class StepFinder:
         finally:
             self.end_update(within)
         if within is not None and self._updates == updates:
-            self._has_updated(getattr(optimizer, "original_optimizer", optimizer))
+            self.has_updated(getattr(optimizer, "original_optimizer", optimizer))
             self._skipped += self.counts
 
     def remarks(self) -> Iterator[str]:

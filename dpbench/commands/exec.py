@@ -15,13 +15,13 @@ run of another script. Ratios then divide by its numbers, phase by phase.
 If torchrun starts several ranks on one machine, each rank records its own steps with timing,
 logical, cupti or torch_profiler. The first rank prints one table and writes the files.
 
---verify checks a private script instead of measuring it. The optimizer must have the model's
-parameters. Each trainable parameter must get a gradient and move. A parameter or buffer may depend
-on the private batches only through private steps. Each private step is taken with and without
-noise: without noise, its gradients must equal those of a loop over the examples, clipped, and the
-noise must be normal, independent and of the right deviation. The exit code is 1 if a check fails,
-or if anything could not be judged. The check turns dropout off and lowers clipping thresholds, so
-the script always ends after the checked steps.
+--verify checks a script that trains by Opacus or dpbench.make_private. The optimizer must have the
+model's parameters. Each trainable parameter must get a gradient and move. A parameter or buffer may
+depend on the private batches only through private steps. Each private step is taken with and
+without noise: without noise, its gradients must equal those of a loop over the examples, clipped,
+and the noise must be normal, independent and of the right deviation. The exit code is 1 if a check
+fails, or if anything could not be judged. The check turns dropout off and lowers clipping
+thresholds, so the script always ends after the checked steps.
 
 Examples:
   dpbench exec plain.py --batch-size 64

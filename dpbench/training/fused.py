@@ -229,6 +229,10 @@ class FusedTrainer(ClippedSumTrainer):
         weights /= self.noise_weights[0]
         self._steps, self._weights = 0, weights.expand(bands, bands).tril()
 
+    def separate_noise(self) -> None:
+        """From now on, add noise before the optimizer's own step, which then gets gradients."""
+        self._update = None
+
     @torch.no_grad()
     def noisy_step(self, reductions: Sequence[Reduction]) -> None:
         """Add noise and update the parameters, in one merged pass if possible."""

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from dpbench.training.clipped_sums import as_gradient
+from dpbench.training.fused import FusedTrainer
 from dpbench.verify.noise import Draw
 from dpbench.verify.reference import (
     TOLERANCE,
@@ -35,6 +37,9 @@ from dpbench.verify.reference import (
 
 LOWERED = 0.25
 """The threshold is lowered to this share of the median norm, so that clipping shows."""
+
+KNOWN_SEED = 2**32
+"""PyTorch itself seeds with 64 random bits. A smaller seed has been set by the script."""
 
 SIGMAS = ("noise_multiplier", "_adjusted_noise_multiplier")
 """Attributes of Opacus's optimizers that hold σ."""
@@ -57,7 +62,11 @@ class PrivateStep:
         batch_size: the expected number of examples of each accumulated batch, by which a sum is
             divided; 1 if sums are not divided.
         divisor: the number by which the sum of this step is divided.
+        known_seed: the seed of the noise, if the script has set it.
+        is_empty: whether the step is known to have no examples, and no calls of modules.
     """
+
+    is_empty = False
 
     def __init__(self, outer: Any, names: Mapping[int, str]) -> None:
         """Observe a step of ``outer``. ``names`` has the names of parameters by their ids."""
@@ -74,6 +83,8 @@ class PrivateStep:
         self.mean = outer.loss_reduction == "mean"
         self.batch_size = outer.expected_batch_size if self.mean else 1
         self.divisor = self.batch_size * (outer.accumulated_iterations if self.mean else 1)
+        seed = torch.initial_seed()
+        self.known_seed = seed if seed < KNOWN_SEED else None
 
     def _threshold(self) -> Threshold:
         each = getattr(self.outer, "max_grad_norms", None)
@@ -143,6 +154,45 @@ class PrivateStep:
             except Exception as error:
                 raise NotChecked(f"a step cannot be taken without noise: {error}") from error
             return {name: gradient_of(p).clone() for name, p in self.parameters.items()}
+
+
+class FusedStep(PrivateStep):
+    """An update of a `FusedTrainer`, such as that of `make_private`, with the same attributes.
+
+    The trainer's sums are its own word for the gradients without noise. So they are compared with
+    the loop over the examples, and what is added to them with noise. For this, noise must be added
+    before the optimizer's step.
+    """
+
+    def __init__(self, trainer: FusedTrainer, names: Mapping[int, str]) -> None:
+        trainer.separate_noise()
+        self.outer, self.inner = trainer, trainer.plain_optimizer
+        self.parameters = {
+            names.get(id(p), f"parameter {i}"): p for i, p in enumerate(trainer.trained)
+        }
+        self.sigma, self.threshold = trainer.noise_multiplier, float(trainer.max_grad_norm)
+        self.mean = trainer.loss_scale != 1
+        self.batch_size = self.divisor = trainer.joint_batch_size
+        self.known_seed = trainer.seed
+        self.is_empty = not sum(trainer.sizes)
+
+    def lower(self, wanted: Threshold, modules: Sequence[nn.Module]) -> Threshold | None:
+        before = float(self.outer.max_grad_norm)
+        if isinstance(wanted, list) or not before > wanted:
+            return None
+        self.outer.max_grad_norm = wanted
+        return before
+
+    def handed(self, step: Callable[[], Any], number: int) -> Gradients:
+        """Return the trainer's sums, which ``step`` returns, divided as the update divides them."""
+        if self.outer.parallel != "none" or len(self.outer.noise_weights) > 1:
+            raise NotChecked("steps of several ranks, or with correlated noise, are not compared")
+        names = {id(p): name for name, p in self.parameters.items()}
+        return {
+            names[id(p)]: as_gradient(piece, p) / self.divisor
+            for each in step()
+            for p, piece in zip(each.parameters, each.views(each.wait()), strict=True)
+        }
 
 
 class _HandedOver(Exception):
@@ -216,12 +266,12 @@ class PrivateSteps:
             for calls in accumulated
             for number in sorted({call.backward for call in calls})
         ]
-        if not passes:
+        if not passes and not private.is_empty:
             raise NotChecked("no loss of a module's outputs trains the optimizer's parameters")
         trained = private.parameters
-        groups = [examples_of_pass(each, trained, mean=private.mean) for each in passes]
+        groups = [examples_of_pass(each, trained, mean=private.mean) for each in passes or [[]]]
         last_passes = len({call.backward for call in accumulated[-1]}) or 1
-        divisor = private.batch_size * last_passes if private.mean else 1
+        divisor = private.batch_size * (last_passes if private.mean else 1)
         examples = replace(Examples.joined(groups), expected=divisor)
         if len(examples.norms) and not any(examples.sizes.values()):
             raise NotChecked("no loss depends on the optimizer's parameters")

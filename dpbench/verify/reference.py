@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpbench.core.errors import ConfigurationError
+from dpbench.training.fused import OwnHook
 from dpbench.verify.influence import tensors_in
 from dpbench.workloads.base import Batch, examples_in, part_sizes, parts_of
 
@@ -385,6 +386,9 @@ def _undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
                 owner.hooks_enabled = False
             for layer in module.modules():
                 restore_later(undo, vars(layer), {id(layer._parameters)})
+                for hooks in (layer._forward_hooks, layer._forward_pre_hooks):
+                    for key in [key for key, hook in hooks.items() if isinstance(hook, OwnHook)]:
+                        del hooks[key]
         yield
 
 

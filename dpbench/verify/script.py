@@ -29,9 +29,6 @@ ASSUMPTIONS = (
 )
 NOT_FOUND = "private data by way of Python numbers, NumPy or files; faults outside these steps"
 
-KNOWN_SEED = 2**32
-"""PyTorch itself seeds with 64 random bits. A smaller seed has been set by the script."""
-
 
 def check_steps(record: StepRecord) -> Iterator[Check]:
     """Yield the checks of all steps."""
@@ -44,7 +41,7 @@ def check_steps(record: StepRecord) -> Iterator[Check]:
         yield from _noise_checks(record.private, record.steps)
         yield from _gradient_checks(record.private)
     elif not record.bypassed:
-        why = "not private: no optimizer of Opacus steps"
+        why = "not private: no optimizer of Opacus or make_private steps"
         yield Check("clipping and noise", NOT_JUDGED, "", why)
     yield from _notes(record)
 
@@ -131,8 +128,10 @@ def _notes(record: StepRecord) -> Iterator[Check]:
     if record.follows:
         why = "if by a metric of private data, that is a leak"
         notes["learning rate"] = f"ReduceLROnPlateau changes it; {why}"
-    if record.private.draws and (seed := torch.initial_seed()) < KNOWN_SEED:
-        notes["seed"] = f"who knows the seed {seed} can subtract the noise"
+    latest = record.private.latest.values()
+    seeds = [each.known_seed for each in latest if each.known_seed is not None]
+    if record.private.draws and seeds:
+        notes["seed"] = f"who knows the seed {min(seeds)} can subtract the noise"
     notes |= {"loss and sampling": ASSUMPTIONS, "not found": NOT_FOUND}
     for name, text in notes.items():
         yield Check(name, NOTE, "", text)

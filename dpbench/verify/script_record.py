@@ -16,8 +16,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dpbench.child.recorder import Calls
+from dpbench.training.fused import FusedTrainer
 from dpbench.verify.influence import MADE, Influences, tensors_in
-from dpbench.verify.private import PrivateStep, PrivateSteps
+from dpbench.verify.private import FusedStep, PrivateStep, PrivateSteps
 from dpbench.verify.reference import NEGLIGIBLE, Call, trained_outputs
 from dpbench.verify.trained_model import name_in_model, without_dropout
 
@@ -99,6 +100,7 @@ class StepRecord(Calls):
         self._leaves = WeakTensorKeyDictionary()  # those of `Influences` at the last step's end
         self._calls: list[Call] = []
         self._passes = 0  # backward passes so far
+        self._fused: set[int] = set()  # the ids of parameters that a `FusedTrainer` trains
 
     # --- calls from the training loop ------------------------------------------------------------
 
@@ -122,9 +124,10 @@ class StepRecord(Calls):
         if id(module) not in self.models:
             self.models[id(module)] = without_dropout(module)
             for name, p in self.parameters().items():
-                self.known.setdefault(name, ParameterHistory(p.detach().clone(), p.requires_grad))
+                trained = p.requires_grad or id(p) in self._fused  # it is frozen in its steps
+                self.known.setdefault(name, ParameterHistory(p.detach().clone(), trained))
         made = Call(module, None, [], (False, torch.float32))
-        if any(hasattr(p, "summed_grad") for p in module.parameters()):
+        if any(hasattr(p, "summed_grad") or id(p) in self._fused for p in module.parameters()):
             self.private.lower([*self.models.values()])
             made.misread = self._mark_inputs((args, options), made.dimension)
         made.sources = self.influences.of([args, options]) & ~MADE
@@ -167,8 +170,17 @@ class StepRecord(Calls):
         self._forget_unused()
         self._passes += 1
 
+    def begin_private(self, trainer: Any) -> None:
+        """Forget calls of a batch that the script has given up, and lower the threshold."""
+        self._fused |= {id(p) for p in trainer.trained}
+        self._calls = [
+            c for c in self._calls if not self._fused & {*map(id, c.module.parameters())}
+        ]
+        self.private.lower([*self.models.values()])
+
     def private_step(self, optimizer: Any, step: Callable[[], Any]) -> None:
-        private = PrivateStep(optimizer, {id(p): name for name, p in self.parameters().items()})
+        kind = FusedStep if isinstance(optimizer, FusedTrainer) else PrivateStep
+        private = kind(optimizer, {id(p): name for name, p in self.parameters().items()})
         ids = {id(p) for p in private.parameters.values()}
         self._forget_unused()
         made = [c for c in self._calls if c.gradients and ids & {*map(id, c.module.parameters())}]
@@ -244,7 +256,7 @@ class StepRecord(Calls):
 
         def is_used(p: Any) -> bool:
             in_grad = p.grad is not None and bool(p.grad.any())
-            return in_grad or getattr(p, "grad_sample", None) is not None
+            return in_grad or id(p) in self._fused or getattr(p, "grad_sample", None) is not None
 
         self._calls = [
             c for c in self._calls if not c.gradients or any(map(is_used, c.module.parameters()))

@@ -316,7 +316,80 @@ model, loader = net(), loader_of(); opt = torch.optim.SGD(model.parameters(), lr
     + TRAIN,
 }
 
+FUSED = """
+import dpbench
+data = loader_of().dataset
+model = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Dropout(0.1), nn.Linear(24, 3))
+made, options = torch.optim.SGD, {}
+
+
+def losses(model, batch):
+    return loss_of(model(batch[0]), batch[1], reduction="none")
+
+
+def fused(**options):
+    options = dict(batch_size=8, max_grad_norm=0.5, noise_multiplier=1.0) | options
+    return dpbench.make_private(model, made(model.parameters(), lr=0.1), data, **options)
+"""
+
+STEPS = """
+for batch in private.loader:
+    private.step(batch, losses)
+"""
+
+LOOP = """
+for x, y in private.loader:
+    private.optimizer.zero_grad()
+    loss_of(model(x), y).backward()
+    private.optimizer.step()
+"""
+
+MADE_BY_FUSED = f"{FUSED}private = fused()\n"
+
+WRONG_FUSED = {
+    "fused, not clipped": (
+        GRADIENT,
+        MADE_BY_FUSED
+        + "private.trainer.factors_for = lambda norms: torch.ones(len(norms[0]))"
+        + STEPS,
+    ),
+    "fused, half the noise": (
+        NOISE,
+        MADE_BY_FUSED
+        + """
+from dpbench.training import fused as method
+mean = method.noisy_mean
+method.noisy_mean = lambda sums, stream, deviation, *rest: mean(sums, stream, deviation / 2, *rest)
+"""
+        + STEPS,
+    ),
+    "fused, and a raw update": (
+        TRAINED,
+        MADE_BY_FUSED + STEPS + "    with torch.no_grad(): model[0].bias += batch[0].mean()",
+    ),
+}
+
+RIGHT_FUSED = {
+    "fused, steps in parts, AdamW": FUSED
+    + "made = torch.optim.AdamW\nprivate = fused(physical_batch_size=3)"
+    + STEPS,
+    "fused, the usual loop": MADE_BY_FUSED + LOOP,
+    "fused, sums and momentum": (
+        f"{FUSED}made = partial(made, momentum=0.9)\nprivate = fused(loss_reduction='sum'){LOOP}"
+    )
+    .replace("import dpbench", "import dpbench\nfrom functools import partial", 1)
+    .replace("model(x), y)", "model(x), y, reduction='sum')"),
+    "fused, empty batches": f"{FUSED}private = fused(batch_size=1){STEPS}",
+    "fused, without its loader": MADE_BY_FUSED
+    + """
+for _ in range(9):
+    chosen = torch.rand(96) < 1 / 12
+    private.step([each[chosen] for each in data.tensors], losses)
+""",
+}
+
 WRONG = {
+    **WRONG_FUSED,
     **{name: (NOISE, text) for name, text in WRONG_NOISE.items()},
     **{name: (TRAINED, text) for name, text in TRAINED_OTHERWISE.items()},
     **{name: (GRADIENT, text) for name, text in WRONG_GRADIENTS.items()},
@@ -325,6 +398,7 @@ WRONG = {
 """Wrong scripts, with the check that fails."""
 
 RIGHT: dict[str, str] = {
+    **RIGHT_FUSED,
     "closure": MADE
     + """
 for x, y in loader:
@@ -672,6 +746,9 @@ pl.Trainer(max_steps=6, accelerator="cpu", logger=False, enable_checkpointing=Fa
 """,
 }
 QUICK = {
+    "fused, half the noise",
+    "fused, steps in parts, AdamW",
+    "fused, the usual loop",
     "seed in the loop",
     "no noise on biases",
     "never clipped",
