@@ -14,7 +14,7 @@ from torch import Tensor
 from dpbench.training.base import Batch, mean_of
 from dpbench.training.clipped_sums import ClippedSumTrainer
 from dpbench.training.kernels import without_dropped
-from dpbench.training.norms import squared_sample_norms
+from dpbench.training.norms import GhostNorms
 from dpbench.training.phases import phase
 from dpbench.workloads.base import parts_of
 
@@ -55,7 +55,10 @@ class MicroBatchTrainer(ClippedSumTrainer):
         """Clip the gradients that the backward of one example has set, and add them to the sums."""
         gradients = {p: p.grad for p in self.trained if p.grad is not None}
         self.plain_optimizer.zero_grad(set_to_none=True)
-        factor = self.factors_for([squared_sample_norms(g[None]) for g in gradients.values()])
+        norms = GhostNorms()
+        for parameter, gradient in gradients.items():
+            norms.add_samples(gradient[None], parameter.dtype)
+        factor = self.factors_for(norms.squared_norms())
         for parameter, each in gradients.items():
             gradient = without_dropped(each[None], factor, in_place=True)[0]
             # PyTorch would round a factor without dimensions to the gradient's dtype.

@@ -434,12 +434,6 @@ def sample_bound(norms: Sequence[Tensor], width: int, dtype: torch.dtype) -> Ten
     return with_rounding(squares, 0.0, dtype)[None]
 
 
-def squared_sample_norms(samples: Tensor) -> Tensor:
-    """Return upper bounds ``[B]`` of the squared norms of per-sample gradients ``[B, …]``."""
-    width = samples.shape[-1] if samples.dim() > 1 else 1
-    return sample_bound([row_norms(samples)], width, samples.dtype)[0]
-
-
 class GhostNorms:
     """Computes upper bounds of squared norms, for each example and each piece of its gradient.
 
