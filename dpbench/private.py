@@ -302,7 +302,7 @@ class Private:
         if self._parted is None:
             self._begin_batch()
         self._forget()
-        if not self.trainer.rules and examples:
+        if examples and not self.trainer.is_prepared(batch):
             sums = OutputSums(leaves, where, structure, scales=self._scales)
             self.trainer.workload = StepLosses(sums)
             with self._working():
