@@ -173,7 +173,7 @@ class Private:
         self._open = ExitStack()
         self._examples: int | None = None  # in the batch whose forward has begun
         self._parted: bool | None = None  # whether all parts of a batch are clipped; None: no parts
-        self._forwards = 0
+        self._clipped = self._forwards = 0  # examples of this step, and forwards so far
         self._works = False  # whether the trainer runs the model and the optimizer
         self._checked: set[Any] = set()
         self.model.register_forward_pre_hook(PrivateHook(self._begin), with_kwargs=True)
@@ -191,18 +191,18 @@ class Private:
         """
         batch = self._placed(batch)
         self.discard()
-        self._sampler.check_unused()
+        self._sampler.check(examples := examples_in(batch))
         if not callable(losses):
             raise ConfigurationError(f"losses must be a function, not a {type(losses).__name__}")
         codes = codes_in(values_of(losses))
         self.trainer.workload, self.trainer.loss_scale = StepLosses(losses), 1
         with self._working(), torch.enable_grad():
-            if self.trainer.rules and not codes <= self._checked and examples_in(batch):
+            if self.trainer.rules and not codes <= self._checked and examples:
                 self.trainer.check_losses(batch)
             loss = self.trainer.train_step(batch)
-        if examples_in(batch):
+        if examples:
             self._checked |= codes
-        self._count()
+        self._count(examples)
         return loss
 
     def parts(self, batch: Batch) -> Iterator[Batch]:
@@ -251,9 +251,9 @@ class Private:
         self._sampler.drawn = max(self._sampler.drawn, self.steps)
         self.trainer.stream.rows[:, 5].clamp_(min=self.steps)
 
-    def _count(self) -> None:
+    def _count(self, examples: int) -> None:
         self.steps += 1
-        self._sampler.unused -= 1
+        self._sampler.use(examples)
         self.optimizer.original._opt_called = True  # type: ignore[attr-defined]  # for schedulers
         self.accountant.step(noise_multiplier=self.noise_multiplier, sample_rate=self.sample_rate)
 
@@ -283,6 +283,7 @@ class Private:
 
     def _begin_batch(self) -> None:
         self.discard()
+        self._clipped = 0
         self.trainer.begin_step()
 
     def _begin(self, model: nn.Module, given: Any, options: Any) -> None:
@@ -356,6 +357,7 @@ class Private:
             trainer.loss_scale = examples if self._scales else 1
             with self._working():  # a module without a rule runs once more
                 trainer.reduce_all(trainer.clipped(last=self._parted is None))
+            self._clipped += examples
         self._forget()
 
     def step_after_backward(self) -> None:
@@ -365,11 +367,11 @@ class Private:
         if not self._parted:
             self._clip()
         self.discard()
-        self._sampler.check_unused()
+        self._sampler.check(self._clipped)
         with self._working():
             self.trainer.update()
         self.optimizer.original.zero_grad()
-        self._count()
+        self._count(self._clipped)
 
 
 class PrivateHook(OwnHook):
