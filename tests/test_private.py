@@ -360,7 +360,7 @@ def test_losses_of_two_forwards_are_an_error_in_backward(checkpoints: bool) -> N
             self.inner = classifier()
 
         def forward(self, x: Tensor) -> Any:
-            return checkpoint(self.inner, x, use_reentrant=False)
+            return checkpoint(self.inner, x.requires_grad_(), use_reentrant=True)
 
     made = private(Checkpointed() if checkpoints else None)
     one, two = [batch for batch in made.loader if len(batch[0])][:2]
@@ -1089,22 +1089,24 @@ def test_a_model_without_an_output_of_examples_is_refused_in_the_usual_loop() ->
 
 @pytest.mark.filterwarnings("ignore:to clip")
 def test_losses_may_use_autocast(loop: Way) -> None:
-    class Unit(nn.Module):
-        """Has a parameter of its own beside a layer, so that all of it runs again to be clipped."""
+    class Scale(nn.Module):
+        """Has a parameter and no layer, so that it runs again, with an input of 16 bits."""
 
         def __init__(self) -> None:
             super().__init__()
-            self.inner, self.scale = classifier(), nn.Parameter(torch.ones(CLASSES))
+            self.scale = nn.Parameter(torch.ones(CLASSES))
 
         def forward(self, x: Tensor) -> Any:
-            return self.inner(x) @ torch.diag(self.scale)
+            return x @ torch.diag(self.scale)
+
+    def model() -> nn.Module:
+        return classifier().append(Scale())
 
     def cast(model: Any, batch: Any) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             return losses(model, batch).float()
 
-    torch.manual_seed(0)
-    made = private(Unit(), partial(torch.optim.SGD, lr=0.05))
+    made = private(model(), partial(torch.optim.SGD, lr=0.05))
     batches = [*made.loader]
     for batch in batches:
         if loop is by_step:
@@ -1112,8 +1114,7 @@ def test_losses_may_use_autocast(loop: Way) -> None:
         else:
             cast(made.model, batch).mean().backward()
             made.optimizer.step()
-    torch.manual_seed(0)
-    expected = Unit()
+    expected = model()
     before = values(expected)
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.05)
     one_after_another(expected, optimizer, batches, cast)
