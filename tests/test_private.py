@@ -1090,23 +1090,28 @@ def test_a_model_without_an_output_of_examples_is_refused_in_the_usual_loop() ->
 @pytest.mark.filterwarnings("ignore:to clip")
 def test_losses_may_use_autocast(loop: Way) -> None:
     class Scale(nn.Module):
-        """Has a parameter and no layer, so that it runs again, with an input of 16 bits."""
+        """Has two inputs, so that it runs again to be clipped, with inputs of 16 bits."""
 
         def __init__(self) -> None:
             super().__init__()
             self.scale = nn.Parameter(torch.ones(CLASSES))
 
-        def forward(self, x: Tensor) -> Any:
-            return x @ torch.diag(self.scale)
+        def forward(self, one: Tensor, other: Tensor) -> Any:
+            return (one + other) @ torch.diag(self.scale)
 
-    def model() -> nn.Module:
-        return classifier().append(Scale())
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.scale = classifier(), Scale()
+
+        def forward(self, x: Tensor) -> Any:
+            return self.scale(self.inner(x), self.inner(x))
 
     def cast(model: Any, batch: Any) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             return losses(model, batch).float()
 
-    made = private(model(), partial(torch.optim.SGD, lr=0.05))
+    made = private(Scaled(), partial(torch.optim.SGD, lr=0.05))
     batches = [*made.loader]
     for batch in batches:
         if loop is by_step:
@@ -1114,7 +1119,7 @@ def test_losses_may_use_autocast(loop: Way) -> None:
         else:
             cast(made.model, batch).mean().backward()
             made.optimizer.step()
-    expected = model()
+    expected = Scaled()
     before = values(expected)
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.05)
     one_after_another(expected, optimizer, batches, cast)
