@@ -144,7 +144,8 @@ class Private:
 
     The loss of the second loop must be the mean or the sum over examples. It must not be divided by
     another number of the batch, such as its tokens, and it trains only what the model's output
-    depends on. A forward without a backward is ignored. `parts` divides large batches.
+    depends on. A forward without a backward is ignored. `parts` divides large batches, and leaves
+    out empty ones, with which some models do not run.
 
     Attributes:
         model: the model that was passed.

@@ -36,6 +36,9 @@ OTHER_SIZE = 0.1
 """The same for batches of different sizes, for which a GPU may sum in another order. If a loss is
 divided by the size of the batch, it differs by more."""
 
+SAMPLED = 2**16
+"""About how many elements of an example's rows are compared between batches."""
+
 CANNOT_PROBE = (*LAYER_ERRORS, AssertionError)
 """Classes of errors with which a model may refuse a batch of another size."""
 
@@ -326,12 +329,14 @@ class OutputSums:
 def rows_summed(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return for each tensor two numbers for each third of its rows: a weighted sum, and the norm.
 
-    A tensor whose rows cannot be divided by `FEW` has no numbers.
+    Of large tensors, some elements at equal distances are used. A tensor whose rows cannot be
+    divided by `FEW` has no numbers.
     """
     sums = []
     for tensor in tensors:
         if tensor.dim() and tensor.numel() and len(tensor) % FEW == 0:
-            flat = tensor.detach().reshape(FEW, -1).double()
+            flat = tensor.detach().reshape(FEW, -1)
+            flat = flat[:, :: flat.shape[1] // SAMPLED + 1].double()
             weights = torch.arange(flat.shape[1], device=flat.device).cos().double()
             sums.append(torch.stack([flat @ weights, flat.norm(dim=1)]))
         else:
