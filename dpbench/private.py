@@ -145,7 +145,8 @@ class Private:
 
     The loss of the second loop must be the mean or the sum over examples. It must not be divided by
     another number of the batch, such as its tokens, and it trains only what the model's output
-    depends on. A forward without a backward is ignored. `parts` divides large batches.
+    depends on. A forward without a backward is ignored. `parts` divides large batches, and leaves
+    out empty ones, with which some models do not run.
 
     Attributes:
         model: the model that was passed.
@@ -174,7 +175,7 @@ class Private:
         self._open = ExitStack()
         self._examples: int | None = None  # in the batch whose forward has begun
         self._parted: bool | None = None  # whether all parts of a batch are clipped; None: no parts
-        self._forwards = 0
+        self._clipped = self._forwards = 0  # examples of this step, and forwards so far
         self._works = False  # whether the trainer runs the model and the optimizer
         self._checked: set[Any] = set()
         self.model.register_forward_pre_hook(PrivateHook(self._begin), with_kwargs=True)
@@ -192,18 +193,18 @@ class Private:
         """
         batch = self._placed(batch)
         self.discard()
-        self._sampler.check_unused()
+        self._sampler.check(examples := examples_in(batch))
         if not callable(losses):
             raise ConfigurationError(f"losses must be a function, not a {type(losses).__name__}")
         codes = codes_in(values_of(losses))
         self.trainer.workload, self.trainer.loss_scale = StepLosses(losses), 1
         with self._working(), torch.enable_grad():
-            if self.trainer.rules and not codes <= self._checked and examples_in(batch):
+            if self.trainer.rules and not codes <= self._checked and examples:
                 self.trainer.check_losses(batch)
             loss = self.trainer.train_step(batch)
-        if examples_in(batch):
+        if examples:
             self._checked |= codes
-        self._count()
+        self._count(examples)
         return loss
 
     def parts(self, batch: Batch) -> Iterator[Batch]:
@@ -252,9 +253,9 @@ class Private:
         self._sampler.drawn = max(self._sampler.drawn, self.steps)
         self.trainer.stream.rows[:, 5].clamp_(min=self.steps)
 
-    def _count(self) -> None:
+    def _count(self, examples: int) -> None:
         self.steps += 1
-        self._sampler.unused -= 1
+        self._sampler.use(examples)
         self.optimizer.original._opt_called = True  # type: ignore[attr-defined]  # for schedulers
         self.accountant.step(noise_multiplier=self.noise_multiplier, sample_rate=self.sample_rate)
 
@@ -284,6 +285,7 @@ class Private:
 
     def _begin_batch(self) -> None:
         self.discard()
+        self._clipped = 0
         self.trainer.begin_step()
 
     def _begin(self, model: nn.Module, given: Any, options: Any) -> None:
@@ -303,7 +305,7 @@ class Private:
         if self._parted is None:
             self._begin_batch()
         self._forget()
-        if not self.trainer.rules and examples:
+        if examples and not self.trainer.is_prepared(batch):
             sums = OutputSums(leaves, where, structure, scales=self._scales)
             self.trainer.workload = StepLosses(sums)
             with self._working():
@@ -357,6 +359,7 @@ class Private:
             trainer.loss_scale = examples if self._scales else 1
             with self._working(), phase("clip"):  # a module without a rule runs once more
                 trainer.reduce_all(trainer.clipped(last=self._parted is None))
+            self._clipped += examples
         self._forget()
 
     def step_after_backward(self) -> None:
@@ -366,11 +369,11 @@ class Private:
         if not self._parted:
             self._clip()
         self.discard()
-        self._sampler.check_unused()
+        self._sampler.check(self._clipped)
         with self._working():
             self.trainer.update()
         self.optimizer.original.zero_grad()
-        self._count()
+        self._count(self._clipped)
 
 
 class PrivateHook(OwnHook):

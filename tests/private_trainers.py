@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dpbench import Batch, TrainerBase, make_private
+from dpbench.workloads.base import examples_in
 
 
 class ByStep(TrainerBase):
@@ -33,7 +34,7 @@ class ByStep(TrainerBase):
         return model
 
     def train_step(self, batch: Batch) -> Tensor:
-        next(iter(self.private._sampler))  # a batch of the case stands for a drawn batch
+        self.private._sampler.unused = [examples_in(batch)]  # it stands for a drawn batch
         return self.step(batch)
 
     def step(self, batch: Batch) -> Tensor:

@@ -117,16 +117,21 @@ def one_after_another(
         optimizer.step()
 
 
+def waits_for(made: Private, examples: int) -> None:
+    """Let a step be taken with a batch of this size that is not the loader's."""
+    made._sampler.unused.append(examples)
+
+
 def values(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def trained(made: Private, way: Way, epochs: int = 1) -> list[Any]:
-    batches = [batch for _ in range(epochs) for batch in made.loader]
-    made._sampler.unused -= len(batches)
-    for batch in batches:
-        made._sampler.unused += 1
-        way(made, batch)
+    batches = []
+    for _ in range(epochs):
+        for batch in made.loader:
+            way(made, batch)
+            batches.append(batch)
     return batches
 
 
@@ -216,7 +221,7 @@ def test_schedulers_may_be_given_either_optimizer(
 def test_an_empty_batch_gets_noise_and_no_gradient(way: Way) -> None:
     made = private(noise_multiplier=1.0)
     before = values(made.model)
-    next(iter(made._sampler))
+    waits_for(made, 0)
     way(made, (torch.empty(0, WIDTH), torch.empty(0, dtype=torch.long)))
     moved = (values(made.model) - before).div(0.5 * C / BATCH)
     assert moved.isfinite().all()
@@ -226,7 +231,7 @@ def test_an_empty_batch_gets_noise_and_no_gradient(way: Way) -> None:
 
 def test_the_loss_of_an_empty_batch_is_nan() -> None:
     made = private()
-    next(iter(made._sampler))
+    waits_for(made, 0)
     empty = torch.empty(0, WIDTH), torch.empty(0, dtype=torch.long)
     assert math.isnan(made.step(empty, losses))
 
@@ -342,7 +347,7 @@ def test_a_step_after_an_error_is_right_again() -> None:
     made.optimizer.zero_grad()  # gives the batch up
     losses(made.model, batches[2])  # is given up by the next forward
     by_loop(made, batches[0])
-    next(iter(other._sampler))
+    waits_for(other, len(batches[0][0]))
     by_step(other, batches[0])
     torch.testing.assert_close(values(made.model), values(other.model), atol=1e-6, rtol=1e-4)
 
@@ -355,7 +360,7 @@ def test_losses_of_two_forwards_are_an_error_in_backward(checkpoints: bool) -> N
             self.inner = classifier()
 
         def forward(self, x: Tensor) -> Any:
-            return checkpoint(self.inner, x, use_reentrant=False)
+            return checkpoint(self.inner, x.requires_grad_(), use_reentrant=True)
 
     made = private(Checkpointed() if checkpoints else None)
     one, two = [batch for batch in made.loader if len(batch[0])][:2]
@@ -405,7 +410,7 @@ def test_parts_must_all_be_trained() -> None:
 
 def noise_of(made: Private) -> Tensor:
     before = values(made.model)
-    next(iter(made._sampler))
+    waits_for(made, 0)
     made.step((torch.empty(0, WIDTH), torch.empty(0, dtype=torch.long)), losses)
     return values(made.model) - before
 
@@ -746,15 +751,63 @@ def pair_of(items: list[Any]) -> Pair:
 def test_a_step_takes_batches_of_the_loader_only(loop: Way) -> None:
     made = private()
     batch = [each[:BATCH] for each in examples().tensors]
-    with pytest.raises(ConfigurationError, match="take one step for each batch of"):
+    with pytest.raises(ConfigurationError, match=r"has 4 examples, but none was drawn.* one step"):
         loop(made, batch)
     before = values(made.model)
     drawn = first_batch(made)
-    made._sampler.unused = 1
+    made._sampler.unused = [len(drawn[0])]
     loop(made, drawn)
     assert not torch.equal(values(made.model), before)
-    with pytest.raises(ConfigurationError, match="no batch was drawn for this step"):
+    with pytest.raises(ConfigurationError, match="but none was drawn, so its ε would"):
         loop(made, drawn)
+
+
+def views(kind: str) -> Any:
+    """Losses of two views of each example."""
+
+    def of_views(model: Any, batch: Any) -> Tensor:
+        x, y = batch
+        if kind == "called twice":
+            return losses(model, (x, y)) + losses(model, (x.flip(1), y))
+        if kind == "next to each other":
+            both, labels = torch.stack([x, x.flip(1)], 1).flatten(0, 1), y.repeat_interleave(2)
+            return losses(model, (both, labels)).view(-1, 2).sum(1)
+        both, labels = torch.cat([x, x.flip(1)]), torch.cat([y, y])
+        return losses(model, (both, labels)).view(2, -1).sum(0)
+
+    return of_views
+
+
+@pytest.mark.parametrize("kind", ["called twice", "next to each other"])
+def test_several_views_of_an_example_are_clipped_together(kind: str) -> None:
+    made = private()
+    batches = [*made.loader]
+    for batch in batches:
+        made.step(batch, views(kind))
+    expected = classifier()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.5)
+    one_after_another(expected, optimizer, batches, views(kind))
+    torch.testing.assert_close(values(made.model), values(expected), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_views_in_another_order_are_refused_by_name(later: bool) -> None:
+    made = private()
+    if later:
+        trained(made, by_step)
+    batch, before = first_batch(made), values(made.model)
+    with pytest.raises(ConfigurationError, match=r"layer 0 .* as torch.cat\(\[x, y\]\) puts them"):
+        made.step(batch, views("one after another"))
+    assert torch.equal(values(made.model), before)
+
+
+def test_views_are_no_examples_in_the_usual_loop() -> None:
+    made = private()
+    x, y = first_batch(made)
+    made._sampler.unused, before = [len(x)], values(made.model)
+    with pytest.raises(ConfigurationError, match=r"but the next batch has .* is one row"):
+        by_loop(made, (torch.cat([x, x]), torch.cat([y, y])))
+    assert torch.equal(values(made.model), before)
 
 
 BAD_LOSSES: dict[str, Any] = {
@@ -896,6 +949,16 @@ def test_a_model_that_mixes_examples_is_refused_in_both_loops(
     assert torch.equal(values(made.model), before)
 
 
+def test_mixing_is_refused_also_if_the_first_batch_has_one_example(loop: Way) -> None:
+    made = private(classifier(Mixing()))
+    x, y = (each[:4] for each in examples().tensors)
+    waits_for(made, 1)
+    loop(made, (x[:1], y[:1]))
+    waits_for(made, 4)
+    with pytest.raises(ConfigurationError, match="mixes examples"):
+        loop(made, (x, y))
+
+
 def test_a_sequence_in_the_first_dimension_is_refused(loop: Way) -> None:
     class Recurrent(nn.Module):
         def __init__(self) -> None:
@@ -907,7 +970,7 @@ def test_a_sequence_in_the_first_dimension_is_refused(loop: Way) -> None:
 
     made = private(Recurrent())
     square = torch.randn(4, 4, WIDTH), torch.tensor([0, 1, 2, 0])
-    next(iter(made._sampler))
+    waits_for(made, 4)
     with pytest.raises(ConfigurationError, match="example"):
         loop(made, square)
 
@@ -915,7 +978,7 @@ def test_a_sequence_in_the_first_dimension_is_refused(loop: Way) -> None:
 def test_an_example_with_nan_is_left_out(way: Way) -> None:
     made, other = private(), private()
     x, y = first_batch(made)
-    made._sampler.unused = other._sampler.unused = 1
+    made._sampler.unused, other._sampler.unused = [len(x)], [len(x) - 1]
     spoiled = x.clone()
     spoiled[0] = math.nan
     way(made, (spoiled, y))
@@ -934,7 +997,7 @@ def test_one_of_many_equal_examples_moves_a_sum_at_bf16_by_its_own_gradient(loop
         nn.init.zeros_(model.bias)
         made = private(model, partial(torch.optim.SGD, lr=2.0**-8), max_grad_norm=1e6)
         x = torch.ones(number, WIDTH, dtype=torch.bfloat16)
-        next(iter(made._sampler))
+        waits_for(made, number)
         if loop is by_step:
             made.step(x, lambda m, b: m(b)[:, 0])
         else:
@@ -1020,22 +1083,29 @@ def test_a_model_without_an_output_of_examples_is_refused_in_the_usual_loop() ->
 
 @pytest.mark.filterwarnings("ignore:to clip")
 def test_losses_may_use_autocast(loop: Way) -> None:
-    class Unit(nn.Module):
-        """Has a parameter of its own beside a layer, so that all of it runs again to be clipped."""
+    class Scale(nn.Module):
+        """Has two inputs, so that it runs again to be clipped, with inputs of 16 bits."""
 
         def __init__(self) -> None:
             super().__init__()
-            self.inner, self.scale = classifier(), nn.Parameter(torch.ones(CLASSES))
+            self.scale = nn.Parameter(torch.ones(CLASSES))
+
+        def forward(self, one: Tensor, other: Tensor) -> Any:
+            return (one + other) @ torch.diag(self.scale)
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.scale = classifier(), Scale()
 
         def forward(self, x: Tensor) -> Any:
-            return self.inner(x) @ torch.diag(self.scale)
+            return self.scale(self.inner(x), self.inner(x))
 
     def cast(model: Any, batch: Any) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             return losses(model, batch).float()
 
-    torch.manual_seed(0)
-    made = private(Unit(), partial(torch.optim.SGD, lr=0.05))
+    made = private(Scaled(), partial(torch.optim.SGD, lr=0.05))
     batches = [*made.loader]
     for batch in batches:
         if loop is by_step:
@@ -1043,8 +1113,7 @@ def test_losses_may_use_autocast(loop: Way) -> None:
         else:
             cast(made.model, batch).mean().backward()
             made.optimizer.step()
-    torch.manual_seed(0)
-    expected = Unit()
+    expected = Scaled()
     before = values(expected)
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.05)
     one_after_another(expected, optimizer, batches, cast)

@@ -83,10 +83,10 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
         self._last_loss = torch.zeros(())
         super().__init__(*bound.args[1:], **bound.kwargs)
 
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+    def create_optimizer(self, *model: nn.Module) -> torch.optim.Optimizer:
         """Create the optimizer, and prepare private training when a model is trained first."""
         if self._private is None or self._private.model is not self.model:
-            optimizer = super().create_optimizer(model)
+            optimizer = super().create_optimizer(*model)
             promised = asdict(self.privacy)
             delta = promised.pop("delta")
             if self.privacy.target_epsilon is not None:

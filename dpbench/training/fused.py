@@ -121,7 +121,7 @@ class FusedTrainer(ClippedSumTrainer):
         self.draws_in_update = kernels
         super().__init__(model, batch_size=batch_size, **options)
         self._listening = False
-        self._uses_are_checked = False
+        self._uses_are_checked = self._alone = False
         self.seen: dict[nn.Module, Saved] = {}
         self._given: set[int] = set()
         """Memory of inputs of layers that the backward did not need, such as the batch itself."""
@@ -154,8 +154,19 @@ class FusedTrainer(ClippedSumTrainer):
 
     # --- rules -----------------------------------------------------------------------------------
 
+    def is_prepared(self, batch: Batch) -> bool:
+        """Return True if each layer has a rule, and a batch tells nothing new about mixing."""
+        return bool(self.rules) and not (self._alone and examples_in(batch) > 1)
+
     def prepare(self, batch: Batch) -> None:
-        """Choose a rule for each layer, see `dpbench.training.plan`."""
+        """Choose a rule for each layer, see `dpbench.training.plan`.
+
+        A batch of one example does not show whether examples mix. So a later batch is checked too.
+        """
+        if self.rules:
+            self.check_losses(batch)
+            return
+        self._alone = examples_in(batch) == 1
         fake = any(isinstance(each, FakeTensor) for each in pytree.tree_leaves(batch))
         with _disable_current_modes():  # so that nothing is counted
             plan = self._new_plan()
@@ -172,9 +183,9 @@ class FusedTrainer(ClippedSumTrainer):
             warnings.warn(cost_of(units), stacklevel=3)
 
     def check_losses(self, batch: Batch) -> None:
-        """Check a function of losses that is used for the first time after `prepare`."""
-        self._new_plan().check_losses(self._probe(batch))
-        self._uses_are_checked = False
+        """Check losses again: a function that is new, or a batch with more than one example."""
+        self._new_plan().check_losses(self._probe(batch), self.rules)
+        self._uses_are_checked, self._alone = False, self._alone and examples_in(batch) == 1
 
     def _new_plan(self) -> Plan:
         return Plan(
@@ -282,7 +293,7 @@ class FusedTrainer(ClippedSumTrainer):
         graphs = self.in_graphs and self.trained[0].is_cuda and _get_current_dispatch_mode() is None
         graphs = graphs and not (self.parallel == "fsdp2" and self.micro_batches > 1)
         self._is_first &= graphs
-        if not self.rules and examples_in(batch):
+        if examples_in(batch) and not self.is_prepared(batch):
             self.prepare(batch)
         parts = [part for _, part in self.parts(batch)] if graphs else []
         if parts and self._is_first:

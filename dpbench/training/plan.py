@@ -36,6 +36,9 @@ OTHER_SIZE = 0.1
 """The same for batches of different sizes, for which a GPU may sum in another order. If a loss is
 divided by the size of the batch, it differs by more."""
 
+SAMPLED = 2**16
+"""About how many elements of an example's rows are compared between batches."""
+
 CANNOT_PROBE = (*LAYER_ERRORS, AssertionError)
 """Classes of errors with which a model may refuse a batch of another size."""
 
@@ -110,7 +113,7 @@ class Probe:
         number = examples_in(batch)
         self._parts = [
             pytree.tree_map(lambda t, c=chosen: t[[n % number for n in c]], batch)
-            for chosen in ((0, 1, 2), (0, 1), (2,), (2, 1), (0, 0, 2))
+            for chosen in ((0, 1, 2), (0, 1), (2,), (2, 1), (0, 0, 2), (0, 1, 1))
         ]
 
     def losses(self, part: int) -> Tensor:
@@ -183,6 +186,46 @@ class Probe:
                     f"buffer {name} changes with the examples in forward, and no noise is added to "
                     f"it: put its layer into eval(), or replace it"
                 )
+
+    def check_order(self, layers: Mapping[nn.Module, str]) -> None:
+        """Raise if a layer's rows are not those of one example after another.
+
+        One example of a batch is replaced. Then only this example's rows may change.
+
+        Args:
+            layers: layers whose gradients are clipped, with their names.
+        """
+        before = self._rows(0, layers)
+        for part, replaced in ((4, 1), (5, 2)):
+            for layer, tensors in self._rows(part, layers).items():
+                for old, new in zip(before.get(layer, []), tensors, strict=False):
+                    if old.shape != new.shape or not old.numel():
+                        continue
+                    off = (old[0] - new[0]).abs() > self.tolerance * (1e-6 + old[1] + new[1])
+                    off[replaced] = False
+                    if off.any():
+                        raise ConfigurationError(
+                            f"layer {layers[layer] or 'of the whole model'} has rows of several "
+                            f"examples in another order than the batch, as torch.cat([x, y]) puts "
+                            f"them: use torch.stack([x, y], 1).flatten(0, 1), or call the model "
+                            f"for x and for y"
+                        )
+
+    def _rows(self, part: int, layers: Mapping[nn.Module, str]) -> dict[nn.Module, list[Tensor]]:
+        """Return `rows_summed` of the inputs and outputs of layers, in the order of calls."""
+        seen: dict[nn.Module, list[Tensor]] = {}
+
+        def note(layer: nn.Module, *calls: Any) -> None:
+            tensors = [each for each in pytree.tree_leaves(calls) if isinstance(each, Tensor)]
+            seen.setdefault(layer, []).extend(rows_summed(tensors))
+
+        hooks = [layer.register_forward_hook(note, with_kwargs=True) for layer in layers]
+        try:
+            self._seeded_losses(part)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return seen
 
     def alike(self, some: Tensor, others: Tensor, tolerance: float | None = None) -> Tensor:
         """Return for each example whether two losses differ by rounding only."""
@@ -283,6 +326,24 @@ class OutputSums:
         return [each for each in made if each is not None]
 
 
+def rows_summed(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return for each tensor two numbers for each third of its rows: a weighted sum, and the norm.
+
+    Of large tensors, some elements at equal distances are used. A tensor whose rows cannot be
+    divided by `FEW` has no numbers.
+    """
+    sums = []
+    for tensor in tensors:
+        if tensor.dim() and tensor.numel() and len(tensor) % FEW == 0:
+            flat = tensor.detach().reshape(FEW, -1)
+            flat = flat[:, :: flat.shape[1] // SAMPLED + 1].double()
+            weights = torch.arange(flat.shape[1], device=flat.device).cos().double()
+            sums.append(torch.stack([flat @ weights, flat.norm(dim=1)]))
+        else:
+            sums.append(torch.empty(2, 0, device=tensor.device))
+    return sums
+
+
 def shapes_of(tree: Any, *, outputs: bool = False) -> list[torch.Size]:
     """Return the shapes of the tensors in a tree; of outputs, only of floating-point tensors."""
     leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
@@ -371,11 +432,12 @@ class Plan:
             for refusal in self._refused.values():
                 raise refusal from error
 
-    def check_losses(self, probe: Probe) -> None:
-        """Raise if a loss depends on other examples, see `Probe.check_unmixed`."""
+    def check_losses(self, probe: Probe, layers: Collection[nn.Module]) -> None:
+        """Raise if a loss mixes examples, or brings the rows of layers into another order."""
         try:
             with unnoticed(self.model), without_dropout(self.model):
                 probe.check_unmixed()
+                probe.check_order({layer: self._names[layer] for layer in layers})
         except CANNOT_PROBE as error:
             self._unprobed(error, fake=False)
 
@@ -418,6 +480,8 @@ class Plan:
                 while outside := self._used_outside(probe):
                     self._widen(units, outside)
                 self.knows_uses = True
+            if not fake:
+                probe.check_order({layer: self._names[layer] for layer in self.rules})
         if isinstance(self.model, FSDPModule):
             self.model.reshard()  # a forward without a backward leaves the root module gathered
 

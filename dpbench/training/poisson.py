@@ -28,7 +28,7 @@ class PoissonSampler(UniformWithReplacementSampler):  # type: ignore[misc]
 
     Attributes:
         drawn: the number of the last batch.
-        unused: number of batches for which no step was taken.
+        unused: sizes of batches for which no step was taken yet.
 
     Args:
         examples: number of examples in the dataset.
@@ -39,7 +39,7 @@ class PoissonSampler(UniformWithReplacementSampler):  # type: ignore[misc]
     def __init__(self, examples: int, batch_size: int, seed: int | None) -> None:
         rate = batch_size / examples
         super().__init__(num_samples=examples, sample_rate=rate, steps=examples // batch_size)
-        self.drawn = self.unused = 0
+        self.drawn, self.unused = 0, list[int]()
         ranks = rank_and_ranks()[1]
         device = torch.device("cpu")
         if ranks > 1 and distributed.get_backend() == "nccl":
@@ -50,16 +50,23 @@ class PoissonSampler(UniformWithReplacementSampler):  # type: ignore[misc]
     def __iter__(self) -> Iterator[list[int]]:
         rank, ranks = rank_and_ranks()
         for _ in range(self.steps):
-            self.drawn, self.unused = self.drawn + 1, self.unused + 1
-            yield self._batch(self.drawn)[rank::ranks]
+            self.drawn += 1
+            chosen = self._batch(self.drawn)[rank::ranks]
+            self.unused.append(len(chosen))
+            yield chosen
 
-    def check_unused(self) -> None:
-        """Raise if a step was taken for each batch."""
-        if self.unused <= 0:
+    def check(self, examples: int) -> None:
+        """Raise unless a batch of this size waits for its step."""
+        if examples not in self.unused:
+            waiting = f"the next batch has {self.unused[0]}" if self.unused else "none was drawn"
             raise ConfigurationError(
-                "no batch was drawn for this step, so its ε would be unknown: take one step for "
-                "each batch of private.loader"
+                f"a step has {examples} examples, but {waiting}, so its ε would be unknown: take "
+                f"one step for each batch of private.loader, in which each example is one row"
             )
+
+    def use(self, examples: int) -> None:
+        """Note that a step was taken. Batches that were drawn before this one are given up."""
+        del self.unused[: self.unused.index(examples) + 1]
 
     def _batch(self, number: int) -> list[int]:
         blocks, chosen = -(-self.num_samples // 8), []

@@ -119,7 +119,7 @@ def batches_of(trainer: PrivateTrainer) -> list[Any]:
     """What the trainer will train."""
     sampler = trainer.private._sampler
     batches = [{**batch} for batch in trainer.private.loader]
-    sampler.drawn = sampler.unused = 0
+    sampler.drawn, sampler.unused = 0, []
     return batches
 
 
@@ -177,7 +177,6 @@ def test_columns_that_the_model_does_not_know_are_left_out(tmp_path: Path) -> No
     data = texts(text="some words", number_of=3)
     trainer = trainer_of(lora(), tmp_path, data)
     assert {*next(iter(trainer.private.loader))} == {"input_ids", "attention_mask", "labels"}
-    trainer.private._sampler.unused = 0
     trainer.train()
     kept = trainer_of(lora(), tmp_path, data, remove_unused_columns=False)
     kept.data_collator = lambda items: {n: [each[n] for each in items] for n in items[0]}
