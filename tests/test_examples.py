@@ -62,7 +62,8 @@ def test_exec_finds_the_phases_of_private_steps(
     path = example("cifar")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("dpbench.instruments.script.subprocess", SimpleNamespace(Popen=ProcessHere))
-    assert main(["exec", "--instrument=logical", "--steps=2", "--skip=1", path]) == 0
+    counting = ["--instrument=logical", "--steps=2", "--skip=1", "--name=cifar"]
+    assert main(["exec", *counting, path]) == 0
     heads = [line.split() for line in capfd.readouterr().out.splitlines() if "backward" in line]
     assert ["trainer", "forward", "backward", "clip", "optimizer"] in [each[:5] for each in heads]
 
