@@ -56,6 +56,18 @@ def test_verify_passes_each_example(
     assert main(["exec", "--verify", "--steps=2", "--skip=1", path]) == 0, capfd.readouterr().out
 
 
+def test_exec_finds_the_phases_of_private_steps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = example("cifar")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("dpbench.instruments.script.subprocess", SimpleNamespace(Popen=ProcessHere))
+    counting = ["--instrument=logical", "--steps=2", "--skip=1", "--name=cifar"]
+    assert main(["exec", *counting, path]) == 0
+    heads = [line.split() for line in capfd.readouterr().out.splitlines() if "backward" in line]
+    assert ["trainer", "forward", "backward", "clip", "optimizer"] in [each[:5] for each in heads]
+
+
 def test_examples_stay_short() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == NEEDED.keys()
     for path in EXAMPLES.glob("*.py"):
