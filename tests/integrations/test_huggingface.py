@@ -409,3 +409,21 @@ def test_a_model_can_be_saved_copied_and_asked_for_text_while_it_trains(
         loaded = type(model).from_pretrained(tmp_path)
     torch.testing.assert_close(loaded.eval()(batches[0]["input_ids"]).logits, expected)
     private.step(batches[3], example_losses)
+
+
+def test_accelerate_may_prepare_the_usual_loop() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(True)
+    made, other = private_of(bert(), classes()), private_of(bert(), classes())
+    accelerator = accelerate.Accelerator(cpu=True)
+    prepared = accelerator.prepare(made.model, made.optimizer, made.loader)
+    for model, optimizer, loader, backward in (
+        (*prepared, accelerator.backward),
+        (other.model, other.optimizer, other.loader, torch.Tensor.backward),
+    ):
+        for batch in loader:
+            backward(example_losses(model, batch).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(values(made.model), values(other.model))
+    assert made.steps == other.steps == EXAMPLES // 4
