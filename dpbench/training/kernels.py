@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
-EXAMPLES_AT_A_TIME = 2
-"""Number of examples whose products of tokens × tokens are in memory at the same time, if
-`gram_norms` does not use its Triton kernel."""
+PRODUCTS_AT_A_TIME = 2**22
+"""Most elements of products of tokens × tokens that are in memory at the same time, unless those of
+two examples are larger, if `gram_norms` does not use its Triton kernel."""
 
 SMALL = 2**22
 """If two arguments have at most this many elements in total, `wide_product` computes in float64,
@@ -128,9 +128,9 @@ def _(activations: Any, gradients: Any, bias: bool, out_shape: Any = None) -> in
 
 
 def _by_products(activations: Sequence[Tensor], gradients: Sequence[Tensor], bias: bool) -> Tensor:
-    made = []
+    made, number = [], max(2, PRODUCTS_AT_A_TIME // (2 * gradients[0].shape[1] ** 2))
     for pair in zip(activations, gradients, strict=True):
-        parts = zip(*(each.split(EXAMPLES_AT_A_TIME) for each in pair), strict=True)
+        parts = zip(*(each.split(number) for each in pair), strict=True)
         made.append(torch.cat([gram_sums(*products(x, g), bias) for x, g in parts], 1))
     return torch.stack(made, 1).to(sums_type(activations[0], gradients[0]))
 
