@@ -1,13 +1,14 @@
 """Counts the calls, bytes, operations and memory of a step, on tensors without data.
 
 A case is counted at two or more batch sizes, from which memory at other batch sizes is estimated.
-The estimate assumes that memory is linear in the batch size. The layers of a deep model repeat
-calls, which `dpbench.instruments.logical.memo` makes cheap to count.
+The estimate assumes that memory is linear in the batch size. A deep model of equal layers is
+counted with two small numbers of layers, and all numbers are assumed to be linear in this number.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -16,8 +17,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from dpbench.child.task import Task
-from dpbench.core.case import BASELINE_TRAINER, Case
+from dpbench.core.case import BASELINE_TRAINER, TRANSFORMER, Case, lora_rank
 from dpbench.core.errors import DpbenchError, error_named
+from dpbench.core.registry import is_builtin
 from dpbench.instruments.logical.case_count import counted, untouched_torch
 from dpbench.instruments.logical.logical import Logical
 from dpbench.launch.case_process import CaseProcess
@@ -25,6 +27,9 @@ from dpbench.launch.processes import at_once, cores
 from dpbench.results.outcome import Outcome
 
 Key = TypeVar("Key", bound=Hashable)
+
+DEPTHS = 2, 3
+"""The numbers of layers with which a model of more equal layers is counted."""
 
 
 @dataclass(frozen=True)
@@ -117,11 +122,23 @@ class Counts(Logical):
 
     def record_case(self, case: Case) -> Outcome:
         faulthandler.enable(2)
-        counts = [vars(self.of_step(each)) for each in steps_of(case)]
+        layers = equal_layers(case)
+        counts = [vars(self.of_layers(each, layers)) for each in steps_of(case)]
         return Outcome(case, (), details={"counts": counts})
 
-    def of_step(self, case: Case) -> Count:
-        """Count a step of a case."""
+    def of_layers(self, case: Case, layers: int) -> Count:
+        """Count a step of a case, from few layers if it has many equal ones."""
+        if layers <= DEPTHS[1]:
+            return self.of_step(case)
+        low, high = (self.of_step(with_layers(case, n), few=True) for n in DEPTHS)
+        return extrapolated(low, high, (layers - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0]))
+
+    def of_step(self, case: Case, *, few: bool = False) -> Count:
+        """Count a step of a case.
+
+        With ``few`` layers, only live bytes after the first and last call of each operator are
+        returned, because the number of layers can decide after which call there are the most.
+        """
         counter, (ways, in_graphs), _ = counted(
             case,
             self.active,
@@ -133,11 +150,17 @@ class Counts(Logical):
         alike = Counter[tuple[str, str, Any]]()  # without the source lines of calls
         for (phase, operator, cost, _), times in counter.calls.items():
             alike[phase, operator, cost] += times
+        peaks = [(phase, "", peak) for phase, peak in counter.peaks.items()]
         live = [(*at, most) for at, (_, _, most) in counter.live.items()]
+        ends = [
+            (phase, f"{name}, {which}", size)
+            for (phase, name), sizes in counter.live.items()
+            for which, size in zip(("first", "last"), sizes, strict=False)
+        ]
         return Count(
             case.batch_size,
             [(*what, times, *cost) for (*what, cost), times in alike.items()],
-            [*live, *((phase, "", peak) for phase, peak in counter.peaks.items())],
+            ends if few else [*live, *peaks],
             counter.memory.largest,
             norm_reads(case) if case.trainer == BASELINE_TRAINER else 0,
             in_graphs,
@@ -156,6 +179,58 @@ def steps_of(case: Case) -> Iterator[Case]:
     others = [2 * part, 3 * part] if case.batch_size == part else [case.batch_size + part]
     for batch_size in (case.batch_size, *others):
         yield replace(case, batch_size=batch_size)
+
+
+def equal_layers(case: Case) -> int:
+    """Return the number of a model's layers if they are known to be equal; otherwise 0."""
+    # Only the processes that count import torch.
+    from dpbench.child.build import workload_of
+
+    by_number = re.search(r"\d", case.trainable) and not lora_rank(case.trainable)
+    if by_number or case.gpus > 1 or not is_builtin(case):
+        return 0
+    if case.workload == TRANSFORMER:
+        return case.size.layers if case.model == "simple" else 0
+    config = getattr(workload_of(case), "config", None)
+    kinds = {*(getattr(config, "layer_types", None) or ())}
+    lists = [n for n, each in vars(config or case).items() if isinstance(each, list) and each]
+    alike = len(kinds) < 2 and {*lists} <= {"layer_types", "architectures"}
+    return getattr(config, "num_hidden_layers", 0) if alike else 0
+
+
+def with_layers(case: Case, number: int) -> Case:
+    """Return the same case with another number of layers."""
+    if case.workload != TRANSFORMER:
+        return replace(case, set={**case.parameters, "num_hidden_layers": number})
+    size = case.size
+    return replace(case, model_size=f"{size.vocabulary}x{size.hidden}x{number}x{size.heads}")
+
+
+def extrapolated(low: Count, high: Count, share: float) -> Count:
+    """Return the count on the straight line through ``low``, at 0, and ``high``, at 1.
+
+    A call whose cost grows with the number of layers, such as an update of all parameters, is a
+    call of ``low`` that is made a negative number of times, and one of ``high``.
+    """
+
+    def on_line(some: Mapping[Key, float], others: Mapping[Key, float]) -> dict[Key, float]:
+        keys = dict.fromkeys((*some, *others))
+        a, b = some.get, others.get
+        return {key: a(key, 0) + share * (b(key, 0) - a(key, 0)) for key in keys}
+
+    both = low, high
+    calls = on_line(*({(p, name, *cost): n for p, name, n, *cost in c.calls} for c in both))
+    live = on_line(*({(p, name): size for p, name, size in c.live} for c in both))
+    sizes = on_line(*({"norms": c.norms, "largest": c.largest} for c in both))
+    return Count(
+        low.batch_size,
+        [(*what[:2], times, *what[2:]) for what, times in calls.items()],
+        [(*what, size) for what, size in live.items()],
+        round(sizes["largest"]),
+        round(sizes["norms"]),
+        high.in_graphs,
+        {way: round(number) for way, number in on_line(low.ways, high.ways).items()},
+    )
 
 
 def footprints(cases: Iterable[Case]) -> Generator[tuple[Case, Footprint | DpbenchError]]:

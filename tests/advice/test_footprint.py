@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from dpbench.advice.footprint import Count, Counts, Footprint, footprints
+from dpbench.advice.footprint import (
+    Count,
+    Counts,
+    Footprint,
+    equal_layers,
+    footprints,
+    steps_of,
+)
 from dpbench.core.case import Case
 from dpbench.core.errors import CaseRefused
 from dpbench.core.registry import TRAINERS
@@ -60,6 +67,32 @@ def test_a_step_is_known_at_its_batch_size_and_its_memory_at_larger_ones(
     assert found.peak(4)[0] == counted["peak_memory_bytes"]
     whole = of_step(replace(case, batch_size=40))["peak_memory_bytes"]
     assert found.peak(40)[0] == pytest.approx(whole, rel=0.1)
+
+
+@pytest.mark.parametrize("trainer", ["fused", *(pytest.param(n, marks=SLOW) for n in TRAINERS)])
+def test_equal_layers_are_counted_once_and_none_is_lost(trainer: str) -> None:
+    case = Case(trainer, 4, 16, model_size="128x64x6x2", optimizer="adamw")
+    whole = Footprint(case, [Counts().of_step(each) for each in steps_of(case)])
+    few = Footprint(case, [Counts().of_layers(each, equal_layers(case)) for each in steps_of(case)])
+
+    def of_call(phase: str, operator: str, read: int, written: int, flops: int, *_: Any) -> Any:
+        return {"read": read, phase: written, "flops": flops, operator: 1}
+
+    assert few.totals(of_call) == pytest.approx(whole.totals(of_call))
+    # The peak of fast gradient clipping is between layers, not at an operator's first or last call.
+    most = 0.25 if trainer == "dpsgd_fgc" else 0.1
+    for size in (4, 40):
+        assert few.peak(size)[0] == pytest.approx(whole.peak(size)[0], rel=most)
+    assert (few.first.ways, few.first.norms) == (whole.first.ways, whole.first.norms)
+
+
+def test_layers_are_equal_if_nothing_tells_them_apart() -> None:
+    case = Case("fused", 4, 16, model_size="128x64x6x2")
+    assert equal_layers(case) == 6
+    assert equal_layers(replace(case, trainable="lora:16")) == 6
+    for other in ({"trainable": "blocks.3.*"}, {"gpus": 2, "parallel": "ddp"}):
+        assert equal_layers(replace(case, **other)) == 0
+    assert equal_layers(Case("fused", 4, workload="resnet")) == 0
 
 
 @pytest.mark.slow
