@@ -8,6 +8,7 @@ from typing import NamedTuple
 from tabulate import tabulate
 
 from bench.runs import value
+from dpbench.results.roofline import WAITS
 
 TABLES: dict[str, Callable[..., str]] = {}
 """Functions that return a table in Markdown, by name. Pages of documents name their function."""
@@ -99,10 +100,18 @@ def by_trainer(
     """Return a table with a row for each trainer, standard first, and a column for each `Place`."""
     rows = [[t, *(cell(place, t) for place in places.values())] for t in ("standard", *trainers)]
     rows[0][0] = "standard: ms, GB, GB"
-    return markdown([corner, *places], rows)
+    return markdown(
+        [corner, *(marked(n, p) if cell is cost else n for n, p in places.items())], rows
+    )
+
+
+def marked(name: str, place: Place) -> str:
+    """Return the name of a place, with a star if the standard step's GPU waits for Python there."""
+    return f"{name} \\*" if busy(place, "standard") < WAITS else name
 
 
 def by_place(places: Mapping[str, Place], trainers: Sequence[str]) -> str:
     """Return a table with a row for each `Place` and a column for each trainer, standard first."""
-    rows = [[name, *(cost(p, t) for t in ("standard", *trainers))] for name, p in places.items()]
+    names = "standard", *trainers
+    rows = [[marked(name, p), *(cost(p, t) for t in names)] for name, p in places.items()]
     return markdown(["time, bytes, memory", "standard: ms, GB, GB", *trainers], rows)

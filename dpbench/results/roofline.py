@@ -163,6 +163,9 @@ BUSY = "gpu_busy_share"
 LAUNCH_BOUND = 0.7
 """A phase is launch-bound if the GPU is busy for less than this share of the phase's time."""
 
+WAITS = 0.9
+"""If the GPU is busy for less than this share of the baseline's step, tables say so."""
+
 
 def intensities(summary: pd.DataFrame) -> pd.DataFrame:
     """Return the table of `phases` for cases whose precision is known.

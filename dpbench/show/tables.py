@@ -15,7 +15,7 @@ from dpbench.core.metrics import METRICS, STANDARD, Metric, derived_name
 from dpbench.core.registry import TRAINERS
 from dpbench.core.subject import SCRIPT
 from dpbench.results.outcome import Outcome
-from dpbench.results.roofline import BUSY, LAUNCH_BOUND
+from dpbench.results.roofline import BUSY, LAUNCH_BOUND, WAITS
 from dpbench.results.rows import NO_HARDWARE, OF_CASE, STEP
 from dpbench.show.layout import ABSENT, BYTES, Table, byte_unit, gigabytes, three_digits
 from dpbench.show.view import (
@@ -378,6 +378,12 @@ def _notes(group: Group, columns: list[Metric], view: TableOptions) -> Iterator[
         yield f"Largest spread, (max - min) / value: {', '.join(spreads)}."
     if rows.in_cache.any() and any(name.startswith("dram_") for name in names):
         yield "WARNING: at this size much of the data stays in the L2 cache: DRAM ratios mislead."
+    waits = rows[(rows.metric == BUSY) & (rows.value < WAITS) & (rows.trainer == view.baseline)]
+    if derived_name("step_time_seconds") in names and group.phase == STEP and len(waits):
+        yield (
+            f"In a step of {view.baseline} the GPU waits for Python {1 - waits.value.min():.0%} of "
+            f"the time, so ratios of time depend on the CPU."
+        )
     idle = rows[(rows.metric == BUSY) & (rows.value < LAUNCH_BOUND)]
     if BUSY in names and group.phase == STEP and len(idle):
         yield (
