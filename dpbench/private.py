@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
@@ -422,6 +423,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
 class StepLosses(Workload):
     """Computes losses by the function that a step was given."""
 
+    losses_name = "losses"
+
     def __init__(self, losses: Losses | None) -> None:
         self._losses = losses
 
@@ -445,7 +448,8 @@ OWN_OPTIONS = ("shuffle", "sampler", "batch_sampler", "drop_last", "dataset")
 
 def check_arguments(dataset: Any, loading: Mapping[str, Any], **named: Any) -> None:
     """Raise if an argument of `make_private` cannot be used."""
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not len(dataset):
+    kept = all(hasattr(dataset, each) for each in ("__len__", "__getitem__"))
+    if isinstance(dataset, IterableDataset) or not kept or not len(dataset):
         raise ConfigurationError(
             f"sampling needs a dataset of examples with a length above 0 and items by number, and "
             f"got a {type(dataset).__name__}"
@@ -466,6 +470,8 @@ def check_arguments(dataset: Any, loading: Mapping[str, Any], **named: Any) -> N
             raise ConfigurationError(f"{name} is {named[name]!r}, and must {must}")
     if wrong := [name for name in OWN_OPTIONS if name in loading]:
         raise ConfigurationError(f"make_private draws Poisson batches itself: leave out {wrong[0]}")
+    if unknown := [name for name in loading if name not in signature(DataLoader).parameters]:
+        raise ConfigurationError(f"make_private has no argument {unknown[0]}, nor has DataLoader")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not distributed.is_initialized():
         raise ConfigurationError("under torchrun, call torch.distributed.init_process_group first")
 

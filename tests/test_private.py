@@ -265,7 +265,9 @@ def test_verify_passes_it_on_a_small_model(name: str) -> None:
 
 
 def first_batch(made: Private) -> Any:
-    return next(batch for batch in made.loader if len(batch[0]) > 1)
+    batch = next(batch for batch in made.loader if len(batch[0]) > 1)
+    made._sampler.unused = [len(batch[0])]
+    return batch
 
 
 ORDERS = {
@@ -346,8 +348,9 @@ def test_a_step_after_an_error_is_right_again() -> None:
     losses(made.model, batches[1]).mean().backward()
     made.optimizer.zero_grad()  # gives the batch up
     losses(made.model, batches[2])  # is given up by the next forward
+    for each in (made, other):
+        each._sampler.unused = [len(batches[0][0])]
     by_loop(made, batches[0])
-    waits_for(other, len(batches[0][0]))
     by_step(other, batches[0])
     torch.testing.assert_close(values(made.model), values(other.model), atol=1e-6, rtol=1e-4)
 
@@ -649,6 +652,8 @@ REFUSED_ARGUMENTS: dict[str, dict[str, Any]] = {
     "batch_size is 2.5": {"batch_size": 2.5},
     "physical_batch_size is 0": {"physical_batch_size": 0},
     "loss_reduction is 'none', and must be mean or sum": {"loss_reduction": "none"},
+    "make_private has no argument clipping, ": {"clipping": "per_layer"},
+    "got a DataLoader": {"dataset": DataLoader(TensorDataset(torch.zeros(40, 6)))},
     "got a Stream": {"dataset": Stream()},
     "got a generator": {"dataset": (each for each in "ab")},
     "got a list": {"dataset": SimpleNamespace},
@@ -762,6 +767,26 @@ def test_a_step_takes_batches_of_the_loader_only(loop: Way) -> None:
         loop(made, drawn)
 
 
+def test_an_empty_batch_without_a_step_is_named(loop: Way) -> None:
+    made = private()
+    drawn, before = first_batch(made), values(made.model)
+    made._sampler.unused = [0, len(drawn[0])]
+    with pytest.raises(ConfigurationError, match=r"an empty batch of .* got no step"):
+        loop(made, drawn)
+    assert torch.equal(values(made.model), before)
+    assert made.steps == 0
+    made._sampler.unused = [len(drawn[0]) + 1, 0, len(drawn[0])]  # they were given up together
+    loop(made, drawn)
+
+
+def test_empty_batches_of_a_loop_that_ended_early_need_no_step(loop: Way) -> None:
+    made = private()
+    made._sampler.unused = [0]
+    for batch in made.loader:
+        loop(made, batch)
+    assert made.steps == len(made.loader)
+
+
 def views(kind: str) -> Any:
     """Losses of two views of each example."""
 
@@ -811,7 +836,7 @@ def test_views_are_no_examples_in_the_usual_loop() -> None:
 
 
 BAD_LOSSES: dict[str, Any] = {
-    r"one loss for each example, .* do not return the mean": lambda m, b: losses(m, b).mean(),
+    r"^losses must return one loss for .* do not return the mean": lambda m, b: losses(m, b).mean(),
     r"must return one loss for each example, \[\d\], but returned NoneType": lambda m, b: None,
     "the model or its loss mixes examples": lambda m, b: losses(m, b) / len(b[0]),
     "divide an example's loss only by numbers of": lambda m, b: losses(m, b) / b[0].abs().sum(),

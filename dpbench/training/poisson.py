@@ -49,6 +49,7 @@ class PoissonSampler(UniformWithReplacementSampler):  # type: ignore[misc]
 
     def __iter__(self) -> Iterator[list[int]]:
         rank, ranks = rank_and_ranks()
+        self.unused = [size for size in self.unused if size]  # of a loop that ended early
         for _ in range(self.steps):
             self.drawn += 1
             chosen = self._batch(self.drawn)[rank::ranks]
@@ -62,6 +63,12 @@ class PoissonSampler(UniformWithReplacementSampler):  # type: ignore[misc]
             raise ConfigurationError(
                 f"a step has {examples} examples, but {waiting}, so its ε would be unknown: take "
                 f"one step for each batch of private.loader, in which each example is one row"
+            )
+        given_up = self.unused[: self.unused.index(examples)]
+        if given_up and not any(given_up):
+            raise ConfigurationError(
+                "an empty batch of private.loader got no step, so ε would be too low: a step "
+                "without examples has noise too, so pass each batch, and do not skip losses of NaN"
             )
 
     def use(self, examples: int) -> None:

@@ -120,8 +120,9 @@ def checked_losses(losses: Tensor, workload: Workload, batch: Batch) -> Tensor:
     batch_size = examples_in(batch)
     shape = list(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
     if shape != [batch_size]:
+        name = getattr(workload, "losses_name", f"{type(workload).__name__}.losses")
         raise ConfigurationError(
-            f"{type(workload).__name__}.losses must return one loss for each example, "
+            f"{name} must return one loss for each example, "
             f"[{batch_size}], but returned {shape}; do not return the mean"
         )
     return losses
