@@ -245,7 +245,10 @@ class Private:
         drawn again.
         """
         if "private" not in state:
-            raise ConfigurationError("this state has no private steps: load private.state_dict()")
+            raise ConfigurationError(
+                "this state has no private steps: it must be of private.state_dict(), or in a "
+                "checkpoint that PrivateTrainer has written"
+            )
         own = state["private"]
         self.optimizer.original.load_state_dict({n: x for n, x in state.items() if n != "private"})
         self.accountant.load_state_dict(copy.deepcopy(own["accountant"]))

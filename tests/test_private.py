@@ -595,7 +595,7 @@ def test_a_state_does_not_change_with_later_steps() -> None:
 
 def test_a_state_without_private_steps_is_refused() -> None:
     made = private()
-    with pytest.raises(ConfigurationError, match="no private steps: load private"):
+    with pytest.raises(ConfigurationError, match="no private steps: it must be of private"):
         made.load_state_dict(torch.optim.SGD(made.model.parameters(), lr=1.0).state_dict())
 
 

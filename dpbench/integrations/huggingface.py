@@ -37,6 +37,10 @@ class Privacy:
     accountant: str = "prv"
     seed: int | None = None
 
+    def __post_init__(self) -> None:
+        if (self.noise_multiplier is None) == (self.target_epsilon is None):
+            raise ConfigurationError("give Privacy either noise_multiplier or target_epsilon")
+
 
 Trainer: Any = transformers.Trainer
 
@@ -47,7 +51,8 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
     It has the same arguments. Batches are Poisson batches of per_device_train_batch_size ×
     gradient_accumulation_steps examples on average, of which per_device_train_batch_size are
     trained at once. Its checkpoints contain the accountant. Logs contain ε. The loss in logs has no
-    noise, and to publish it is not private.
+    noise, and to publish it is not private. A ``target_epsilon`` is that of one call of ``train``:
+    a further call takes more steps, and ε rises.
 
     The ``max_grad_norm`` of the training's arguments is set to 0. It would clip the noisy mean, and
     `Privacy.max_grad_norm` clips each example.

@@ -182,7 +182,9 @@ def _first_of(names: Sequence[str]) -> str:
     return f"{names[0]} (and {len(names) - 1} more)" if len(names) > 1 else "".join(names)
 
 
-def _about(name: str, layer: nn.Module, words: str, way_out: str = REPLACED) -> str:
+def _about(
+    name: str, layer: nn.Module, words: str, way_out: str = REPLACED, who: str = "Opacus"
+) -> str:
     which = f"layer {name}" if name else "the model, which is one layer"
     if hasattr(opacus.layers, own := f"DP{type(layer).__name__}"):
         way_out = f"use opacus.layers.{own} instead"
@@ -192,7 +194,7 @@ def _about(name: str, layer: nn.Module, words: str, way_out: str = REPLACED) -> 
         way_out = "make it with track_running_stats=False"
     elif isinstance(layer, nn.EmbeddingBag):
         way_out = "pass offsets to it, or use Embedding and the sum or mean of its output"
-    return f"Opacus cannot train {which} ({type(layer).__name__}): {words}; {way_out}"
+    return f"{who} cannot train {which} ({type(layer).__name__}): {words}; {way_out}"
 
 
 EARLIER = "do this before making it"
@@ -276,10 +278,11 @@ def check_unmixed_layers(model: nn.Module) -> None:
     for name, layer in model.named_modules():
         mixes = isinstance(layer, _BatchNorm) and layer.training
         if mixes or (getattr(layer, "track_running_stats", False) and layer.training):
-            raise ConfigurationError(_about(name, layer, "it computes statistics of all examples"))
+            words = "it computes statistics of all examples"
+            raise ConfigurationError(_about(name, layer, words, who="DP-SGD"))
         if isinstance(layer, nn.Embedding) and layer.max_norm is not None:
             words = "with max_norm, it changes its weight in forward"
-            raise ConfigurationError(_about(name, layer, words, "leave out max_norm"))
+            raise ConfigurationError(_about(name, layer, words, "leave out max_norm", "DP-SGD"))
 
 
 def used_outside(

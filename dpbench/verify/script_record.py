@@ -101,6 +101,7 @@ class StepRecord(Calls):
         self._calls: list[Call] = []
         self._passes = 0  # backward passes so far
         self._fused: set[int] = set()  # the ids of parameters that a `FusedTrainer` trains
+        self._trainers: list[FusedTrainer] = []
 
     # --- calls from the training loop ------------------------------------------------------------
 
@@ -173,6 +174,7 @@ class StepRecord(Calls):
     def begin_private(self, trainer: Any) -> None:
         """Forget calls of a batch that the script has given up, and lower the threshold."""
         self._fused |= {id(p) for p in trainer.trained}
+        self._trainers = [each for each in self._trainers if each is not trainer] + [trainer]
         self._calls = [
             c for c in self._calls if not self._fused & {*map(id, c.module.parameters())}
         ]
@@ -265,6 +267,7 @@ class StepRecord(Calls):
     def _mark_inputs(self, inputs: Any, dimension: int) -> str:
         """Mark inputs that come from no loader. Describe inputs whose rows are no examples."""
         misread = ""
+        parts = {n for trainer in self._trainers for n in trainer.sizes}  # of a divided batch
         for each in (t for t in tensors_in(inputs) if not isinstance(t, nn.Parameter)):
             bits = self.influences.of(each)
             if not bits & ~MADE:
@@ -274,7 +277,7 @@ class StepRecord(Calls):
             if sizes and all(sizes) and each.ndim > 1:
                 rows, others = each.shape[dimension], each.shape[1 - dimension]
                 rows -= 0 if dimension else len(each) - self.influences.data_rows(each)
-                if rows > max(sizes) or (rows not in sizes and others in sizes):
+                if rows > max(sizes) or (rows not in sizes | parts and others in sizes):
                     misread = f"{rows} rows are clipped one by one, of {max(sizes)} examples"
         return misread
 

@@ -427,3 +427,9 @@ def test_accelerate_may_prepare_the_usual_loop() -> None:
             optimizer.zero_grad()
     torch.testing.assert_close(values(made.model), values(other.model))
     assert made.steps == other.steps == EXAMPLES // 4
+
+
+def test_a_promise_needs_noise_or_a_target() -> None:
+    for both in ({}, {"noise_multiplier": 1.0, "target_epsilon": 3.0}):
+        with pytest.raises(ConfigurationError, match="either noise_multiplier or target_epsilon"):
+            Privacy(max_grad_norm=1.0, delta=1e-3, **both)
