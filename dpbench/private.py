@@ -154,8 +154,6 @@ class Private:
         optimizer: the optimizer, whose ``step`` adds noise. Schedulers accept it.
         loader: yields Poisson batches for one epoch. A batch may be empty, and still needs a step.
         steps: number of steps so far.
-        noise_multiplier: σ.
-        sample_rate: the probability with which an example is in a batch.
         trainer: does the work, see `FusedTrainer`. ``trainer.dropped`` counts examples of the last
             step that were left out, because their gradients were not finite.
     """
@@ -170,8 +168,7 @@ class Private:
         scales: bool,
     ) -> None:
         self.trainer, self.loader, self.accountant, self.steps = trainer, loader, accountant, 0
-        self.model, self.noise_multiplier = trainer.model, trainer.noise_multiplier
-        self.optimizer, self.sample_rate = PrivateOptimizer(self), sampler.sample_rate
+        self.model, self.optimizer = trainer.model, PrivateOptimizer(self)
         self._sampler, self._scales = sampler, scales
         self._open = ExitStack()
         self._examples: int | None = None  # in the batch whose forward has begun
@@ -182,6 +179,16 @@ class Private:
         self.model.register_forward_pre_hook(PrivateHook(self._begin), with_kwargs=True)
         self.model.register_forward_hook(PrivateHook(self._watch))
         trainer.plain_optimizer.register_step_pre_hook(PrivateHook(self._check_step))
+
+    @property
+    def noise_multiplier(self) -> float:
+        """σ of the trainer, which `epsilon` counts for each step."""
+        return self.trainer.noise_multiplier
+
+    @property
+    def sample_rate(self) -> float:
+        """The probability with which an example is in a batch."""
+        return float(self._sampler.sample_rate)
 
     def step(self, batch: Batch, losses: Losses) -> Tensor:
         """Take one private step, and return the mean loss before it; NaN for an empty batch.

@@ -544,6 +544,17 @@ def test_epsilon_is_that_of_opacus(accountant: str, recwarn: pytest.WarningsReco
     assert made.epsilon(1e-5) == engine.get_epsilon(1e-5) > 0
 
 
+def test_epsilon_counts_the_noise_that_is_drawn() -> None:
+    made = private(noise_multiplier=1.0)
+    for sigma in (2.0, 3.0):
+        made.trainer.noise_multiplier = sigma
+        by_step(made, next(iter(made.loader)))
+    assert [sigma for sigma, _, _ in made.accountant.history] == [2, 3]
+    for name in ("noise_multiplier", "sample_rate"):
+        with pytest.raises(AttributeError):
+            setattr(made, name, 0.01)
+
+
 def test_epsilon_without_noise_is_infinite() -> None:
     made = private()
     trained(made, by_step)

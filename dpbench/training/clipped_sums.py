@@ -272,8 +272,10 @@ class KeptGradients:
     def squared_norms(self) -> list[Tensor]:
         """Return for each piece of the gradient the squared norms of all examples, ``[B]``."""
         norms = GhostNorms()
-        for (first, *_), samples in self._joined:
-            norms.add_samples(samples.unflatten(1, (-1, ROW)), first.dtype)
+        for parameters, samples in self._joined:
+            # Some kinds of layers compute in float32 for parameters in 16 bits, too.
+            narrowest = min((p.dtype for p in parameters), key=lambda dtype: dtype.itemsize)
+            norms.add_samples(samples.unflatten(1, (-1, ROW)), narrowest)
         for parameter, samples in self._large.items():
             norms.add_samples(samples, parameter.dtype)
         return norms.squared_norms()

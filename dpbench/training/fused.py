@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
@@ -124,7 +125,8 @@ class FusedTrainer(ClippedSumTrainer):
         self._uses_are_checked = self._alone = False
         self.seen: dict[nn.Module, Saved] = {}
         self._given: set[int] = set()
-        """Memory of inputs of layers that the backward did not need, such as the batch itself."""
+        """Memory that a step must not change: the parameters' and buffers', which layers may pass
+        on, and that of inputs that the backward did not need, such as the batch itself."""
         self.rules: dict[nn.Module, Rule[Any]] = {}
         """The rule of each layer, from the first step on."""
         self.tied: dict[Tensor, list[Rule[Any]]] = {}
@@ -351,7 +353,8 @@ class FusedTrainer(ClippedSumTrainer):
     @contextmanager
     def without_parameter_gradients(self) -> Iterator[None]:
         """In this context, keep tensors for clipping, and compute no parameter gradients."""
-        self.seen, self._given = {}, set()
+        kept = (*self.model.parameters(), *self.model.buffers())
+        self.seen, self._given = {}, {memory_of(each) for each in kept}
         self._listening = True
         for parameter in self.trained:
             parameter.requires_grad_(False)
@@ -374,7 +377,7 @@ class FusedTrainer(ClippedSumTrainer):
         rule.check_call(given, options, returned, self.examples)
         whole = given[0] if given[0]._base is None else given[0]._base
         if whole.grad_fn is None:
-            self._given.add(given[0].untyped_storage()._cdata)
+            self._given.add(memory_of(given[0]))
         held, shape = [Unchanged(rule, given[0])], returned.shape
         seen = self.seen.setdefault(layer, [])
 
@@ -478,7 +481,7 @@ class FusedTrainer(ClippedSumTrainer):
 
         A tensor that the step itself has made is changed in place, because its backward is over.
         """
-        is_own = tensor.untyped_storage()._cdata not in self._given
+        is_own = memory_of(tensor) not in self._given
         return without_dropped(tensor, factors.exact, in_place=is_own)
 
     def squared_norms(self, seen: dict[nn.Module, Saved]) -> list[Tensor]:
@@ -503,6 +506,12 @@ class FusedTrainer(ClippedSumTrainer):
         for pairs in together.values():
             norms.add_tied(pairs)
         return norms.squared_norms()
+
+
+def memory_of(tensor: Any) -> int:
+    """Return a number that identifies the memory of a tensor, or of a parameter's shard."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return int(local.untyped_storage()._cdata)
 
 
 class OwnHook:

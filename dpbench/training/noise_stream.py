@@ -27,6 +27,7 @@ Noise is not private in these cases:
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import torch
@@ -52,8 +53,8 @@ MOST_ELEMENTS = 16 * 2**32
 class NoiseStream:
     """A key, and the counters of the next step for each buffer.
 
-    The key is in no ``state_dict``. A copy of the stream, also one from a file, has a new key,
-    because two trainers must not draw the same noise.
+    The key is in no ``state_dict``. A copy of the stream, also one from a file or in a forked
+    process, has a new key, because two trainers must not draw the same noise.
 
     Args:
         buffers: number of buffers.
@@ -71,9 +72,14 @@ class NoiseStream:
         key = shared_key(seed, device, parallel).expand(buffers, 4)
         self.rows = torch.cat([key, numbers, torch.zeros_like(numbers)], 1)
         """``[buffers, 6]`` int64: for each buffer the key, the buffer's number and the step."""
+        self._process = os.getpid()
+        self._is_alone = seed is None and parallel == "none"
 
     def next_step(self) -> tuple[Tensor, ...]:
         """Begin a step, and return the argument ``stream`` of operators for each buffer."""
+        if self._is_alone and self._process != os.getpid():
+            self._process = os.getpid()
+            self.rows[:, :4] = shared_key(None, self.rows.device, "none")
         self.rows[:, 5] += 1
         return self.rows.unbind()
 

@@ -251,8 +251,8 @@ class ConvolutionRule(PairRule[Any]):
             made = convolutions.clipped_gradient(
                 self.layer, as_computed(x, g), weighted, self.trains_bias
             )
-            for parameter, gradient in zip(self.trained.values(), made, strict=True):
-                sums.add(parameter, gradient)
+            for name, gradient in zip(("weight", "bias"), made, strict=False):
+                sums.add(self.trained[name], gradient)
 
 
 class SampledRule(Rule[nn.Module]):
@@ -362,7 +362,8 @@ class GroupNormRule(SampledRule):
             g, x, mean, factor, x.new_ones(x.shape[1]), *x.shape, groups, [False, True, True]
         )
         made = zip((self.layer.weight, self.layer.bias), samples, strict=True)
-        return {p: each.view(examples, channels) for p, each in made if p.requires_grad}
+        own = ((p, each) for p, each in made if p is not None and p.requires_grad)
+        return {p: each.view(examples, channels) for p, each in own}
 
 
 RULES: Mapping[str, type[Rule[Any]]] = {

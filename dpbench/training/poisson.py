@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -46,11 +47,15 @@ class PoissonSampler(UniformWithReplacementSampler):  # type: ignore[misc]
             device = torch.device("cuda")
         key = shared_key(seed, device, "ddp" if ranks > 1 else "none").cpu()
         self._key = key.view(torch.int32)
+        self._process, self._is_alone = os.getpid(), seed is None and ranks == 1
 
     def __iter__(self) -> Iterator[list[int]]:
         rank, ranks = rank_and_ranks()
         self.unused = [size for size in self.unused if size]  # of a loop that ended early
         for _ in range(self.steps):
+            if self._is_alone and self._process != os.getpid():  # a fork draws other batches
+                self._process = os.getpid()
+                self._key = shared_key(None, torch.device("cpu"), "none").view(torch.int32)
             self.drawn += 1
             chosen = self._batch(self.drawn)[rank::ranks]
             self.unused.append(len(chosen))

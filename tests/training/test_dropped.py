@@ -164,3 +164,41 @@ def test_a_tensor_is_changed_in_place_only_where_that_is_possible() -> None:
             assert given.flatten(1).sum(1).tolist() == [4, 4 * (not changed), 4]
     ids = torch.ones(3, 2, dtype=torch.int64)
     assert without_dropped(ids, factors, in_place=True) is ids
+
+
+class Prompt(nn.Module):
+    """Passes on its parameter, for one example without a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt = nn.Parameter(torch.ones(1, 3, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.prompt.expand(len(x), -1, -1)
+
+
+class Prompted(Workload):
+    """The loss is the sum of products of two layers' outputs, one of which read a parameter."""
+
+    def model(self) -> nn.Module:
+        return nn.ModuleList([Prompt(), nn.Linear(8, 2), nn.Linear(8, 2)])
+
+    def batches(self, batch_size: int) -> list[Any]:
+        return []
+
+    def losses(self, model: Any, batch: Any) -> Tensor:
+        prompt, one, other = model
+        losses: Tensor = (one(prompt(batch)) * other(batch)).flatten(1).sum(1)
+        return losses
+
+
+@pytest.mark.parametrize("trainer", OURS)
+def test_a_parameter_that_a_layer_passes_on_is_not_cleared(trainer: str) -> None:
+    workload = Prompted()
+    model = workload.model()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    options = {"noise_multiplier": 0.0, "learning_rate": 1.0, "workload": workload}
+    made = TRAINERS[trainer](model, batch_size=1, **options)
+    made.train_step(torch.full((1, 3, 8), math.nan))
+    assert int(made.dropped) == 1
+    assert all(map(torch.equal, model.parameters(), before))

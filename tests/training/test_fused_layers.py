@@ -135,6 +135,11 @@ class CheckpointedTheOtherWay(nn.Module):
         return checkpoint(self.block, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
+def without_bias(layer: nn.Module) -> nn.Module:
+    layer.register_parameter("bias", None)
+    return layer
+
+
 def frozen(model: nn.Module, name: str) -> nn.Module:
     model.get_parameter(name).requires_grad_(False)
     return model
@@ -177,6 +182,10 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "Conv": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4)), IMAGES),
     "GroupNorm, summed": (
         lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(1, 4), SumOfPositions()),
+        IMAGES,
+    ),
+    "GroupNorm without a bias": (
+        lambda: nn.Sequential(nn.Conv2d(2, 4, 3), without_bias(nn.GroupNorm(2, 4))),
         IMAGES,
     ),
     "Conv changed in place": (

@@ -62,6 +62,19 @@ def test_kept_gradients_are_summed_with_the_whole_factor_and_rounded_once(
         assert ((places[weight].double() - expected).abs() <= 4 * off).all()
 
 
+@pytest.mark.parametrize("turn", [1, -1])
+def test_norms_of_gradients_in_one_type_bound_updates_in_the_narrowest(turn: int) -> None:
+    """Layer norms of parameters in bf16 have gradients in float32, like other layers."""
+    types = (torch.float32, torch.bfloat16)
+    weights = [nn.Parameter(torch.zeros(1000, dtype=each)) for each in types]
+    for number in torch.linspace(0, 0.3, 99).tolist():
+        made = [torch.full((1, 1000), number), torch.ones(1, 1000)]
+        [squared] = KeptGradients(dict([*zip(weights, made, strict=True)][::turn])).squared_norms()
+        factor = squared.double().rsqrt()
+        moves = [(factor * g).to(p.dtype).double() for p, g in zip(weights, made, strict=True)]
+        assert torch.cat(moves).norm() <= 1
+
+
 class Weighted(Workload):
     """The loss is the sum of outputs × weights."""
 

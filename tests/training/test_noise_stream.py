@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import struct
 from itertools import combinations
 from typing import Any
@@ -19,6 +20,7 @@ from dpbench.training.micro_batch import MicroBatchTrainer
 from dpbench.training.noise_stream import NoiseStream, chacha, normal_numbers
 from dpbench.training.noisy_updates import Scalars, noisy_update
 from dpbench.training.parallel import own_generator
+from dpbench.training.poisson import PoissonSampler
 from tests.verify.over_ranks import Small
 
 CPU = torch.device("cpu")
@@ -133,3 +135,20 @@ def test_a_step_more_than_noise_was_scaled_for_is_refused(kind: Any) -> None:
     with pytest.raises(ConfigurationError, match="step 4 has too little correlated noise"):
         trainer.train_step(batch)
     assert all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_forked_process_draws_the_same_noise_and_batches_only_from_a_seed(
+    seed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, sampler = NoiseStream(2, CPU, seed), PoissonSampler(1000, 500, seed)
+    forked = NoiseStream(2, CPU, seed), PoissonSampler(1000, 500, seed)
+    forked[0].rows.copy_(stream.rows)
+    forked[1]._key = sampler._key
+    drawn = [each.clone() for each in stream.next_step()], next(iter(sampler))
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    again = forked[0].next_step(), next(iter(forked[1]))
+    assert torch.equal(torch.stack(drawn[0]), torch.stack(again[0])) == (seed is not None)
+    assert (drawn[1] == again[1]) == (seed is not None)
+    assert torch.equal(again[0][0][:4], again[0][1][:4])
+    assert [int(each[5]) for each in forked[0].next_step()] == [2, 2]
