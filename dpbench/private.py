@@ -133,8 +133,8 @@ def make_private(
 class Private:
     """Private training of one model. `make_private` makes it, and describes its arguments.
 
-    Two loops train the model. The first is faster, because a GPU runs it as CUDA graphs, and it
-    checks more, because it knows how losses are computed::
+    Two loops train the model. The first runs as CUDA graphs on a GPU where possible, and it checks
+    more, because it knows how losses are computed::
 
         for batch in private.loader:
             loss = private.step(batch, losses)

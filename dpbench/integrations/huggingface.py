@@ -27,7 +27,7 @@ class Privacy:
     """What `PrivateTrainer` promises, in the words of `dpbench.private.make_private`.
 
     Give ``noise_multiplier``, or ``target_epsilon`` for the epochs of the training's arguments.
-    ``delta`` is that of the target, and of the ε in logs.
+    ``delta`` is the δ of the target. Logs have the ε for this δ.
     """
 
     max_grad_norm: float

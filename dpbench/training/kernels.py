@@ -17,8 +17,8 @@ from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
 PRODUCTS_AT_A_TIME = 2**22
-"""Most elements of products of tokens × tokens that are in memory at the same time, unless those of
-two examples are larger, if `gram_norms` does not use its Triton kernel."""
+"""Most elements of products of tokens × tokens in memory at the same time, where `gram_norms` does
+not use its Triton kernel. The products of two examples may have more."""
 
 SMALL = 2**22
 """If two arguments have at most this many elements in total, `wide_product` computes in float64,

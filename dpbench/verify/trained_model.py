@@ -162,9 +162,9 @@ class TrainedModel:
         different seeds if it is even. Noise must be correct in both cases.
 
         ``rate`` is the learning rate. The default is `RATE`, or 1/`RATE` if `judges_received`, with
-        which nothing moves parameters before their gradients are computed. ``repeatable`` is the
-        argument of `dpbench.child.build.build`. Correlated noise has at most the number of steps
-        for which it was scaled.
+        which nothing moves parameters before their gradients are computed. With ``repeatable``, the
+        trainer gets a seed, see `dpbench.child.build.build`. If noise is correlated, there are no
+        more steps than it was made for.
         """
         rate = rate or (1 / RATE if self.judges_received else RATE)
         options = {"noise_multiplier": sigma, "max_grad_norm": threshold, "learning_rate": rate}

@@ -377,6 +377,9 @@ RIGHT_FUSED = {
     "fused, steps in parts, AdamW": FUSED
     + "made = torch.optim.AdamW\nprivate = fused(physical_batch_size=3)"
     + STEPS,
+    "fused, parts of batches as large as examples are wide": (
+        f"{FUSED}private = fused(batch_size=16, physical_batch_size=8, seed=2){STEPS}"
+    ),
     "fused, the usual loop": MADE_BY_FUSED + LOOP,
     "fused, sums and momentum": (
         f"{FUSED}made = partial(made, momentum=0.9)\nprivate = fused(loss_reduction='sum'){LOOP}"
@@ -747,6 +750,7 @@ QUICK = {
     "fused, half the noise",
     "fused, steps in parts, AdamW",
     "fused, the usual loop",
+    "fused, parts of batches as large as examples are wide",
     "seed in the loop",
     "no noise on biases",
     "never clipped",
