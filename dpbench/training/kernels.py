@@ -246,7 +246,8 @@ def gram_norms_by_kernel(
 @cache
 def _shared_memory(device: int) -> int:
     """Return how many bytes of shared memory a block may have on a GPU."""
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 def _addresses(tensors: Sequence[Tensor]) -> Tensor:
