@@ -20,16 +20,14 @@ import bench.evidence_tables
 import bench.rank_tables  # noqa: F401 - both register tables
 from bench.cells import TABLES
 from bench.runs import BOUNDS, ROOT, path_of, run, text_of, write_packed
-from dpbench.core.case import OPTIONAL_AXES, USUAL
-from dpbench.results.outcome import LISTS, document_text
+from dpbench.results.outcome import DERIVED, document_text
 from dpbench.results.run import Run
-from dpbench.results.schema import json_schema
+from dpbench.results.schema import json_schema, parsed
 from dpbench.show.view import TableOptions
 
 TOP = ("README.md", "README.zh-CN.md", "CONTRIBUTING.md", "bench/peers/README.md")
 PAGES = [*(ROOT / name for name in TOP), *sorted(ROOT.glob("docs/**/*.md"))]
 RUN_SCHEMA = ROOT / "docs" / "run.schema.json"
-DERIVED = ("ratios", "throughputs", "measured_over_logical")
 PICTURE, PICTURED = ROOT / "docs" / "ratios.svg", "h200-methods-256"
 TRAINERS = ("standard", "dpsgd", "dpsgd_ghost", "dpsgd_fgc", "fused")
 BLOCK = re.compile(r"(<!-- generated: ([^>\n]+) -->\n)(.*?)(<!-- end -->)", re.S)
@@ -69,17 +67,11 @@ def committed_runs() -> list[Path]:
 
 
 def shortened(text: str) -> str:
-    """Return the JSON text of a run without lists that can be computed from the run's rows.
-
-    Axes of cases that have their default values are removed, too. The text describes the same run.
-    """
-    document = {name: part for name, part in json.loads(text).items() if name not in DERIVED}
-    for part in ("cases", *LISTS):
-        for entry in document.get(part, ()):
-            for axis in OPTIONAL_AXES:
-                if entry.get(axis) == USUAL[axis]:
-                    del entry[axis]
-    return document_text(document)
+    """Return the JSON text of a run without lists that can be computed from the run's rows."""
+    document = parsed(text.encode())
+    if not {*DERIVED} & {*document}:
+        return text
+    return document_text({name: part for name, part in document.items() if name not in DERIVED})
 
 
 def picture() -> str:

@@ -6,8 +6,11 @@ tests/bench checks generated tables.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -40,6 +43,7 @@ WITHOUT_GPU = ("show", "compare")
 PRINTED_AGAIN = (
     "(no hardware)",
     "68.29",
+    "(train.py:8)",
     "aten.clone",
     "logical_bytes",
     "padding_idx",
@@ -207,30 +211,23 @@ def test_the_page_about_training_runs_in_its_order(
         exec(block.text, names)
 
 
-@pytest.mark.usefixtures("counted_here")
-def test_a_change_is_found_as_the_guide_shows(
-    pytester: pytest.Pytester, imports: sessions.Imports
-) -> None:
-    trainer = block_with("CONTRIBUTING.md", "class SignTrainer")
-    in_place, cloned = "parameter.grad.sign_()", "parameter.grad = parameter.grad.clone().sign_()"
-    assert in_place in trainer
-    pytester.makepyfile(
-        mytrainers=trainer,
-        test_sign=block_with("docs/guide.md", "def test_sign_trainer_moves"),
+def test_a_change_is_found_as_the_guide_shows(tmp_path: Path) -> None:
+    """Paste the block in an empty folder, as a user does."""
+    paste = block_with("docs/guide.md", "git init -q")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {n: v for n, v in os.environ.items() if not n.startswith(("PYTEST", "COV"))}
+    environment |= {"PATH": path, "COLUMNS": "80"}
+    pasted = subprocess.run(
+        ["bash"], cwd=tmp_path, env=environment, input=paste, capture_output=True, text=True
     )
-    pytester.syspathinsert()
-
-    def session(*asked: str) -> pytest.RunResult:
-        return sessions.in_this_process(pytester, [*sessions.WITHOUT, *asked], imports)
-
-    session("--dpbench-save=before").assert_outcomes(passed=1)
-    pytester.makepyfile(mytrainers=trainer.replace(in_place, cloned))
-    (again,) = [words for _, words in commands("pytest") if "--dpbench-save=after" in words]
-    result = session(*again)
-    result.assert_outcomes(failed=1)
-    assert_printed(
-        block_with("docs/guide.md", "2 regressions against 0001_before"), result.stdout.str()
-    )
+    assert pasted.returncode == 1, pasted.stderr
+    assert_printed(block_with("docs/guide.md", "(train.py:8)"), pasted.stdout)
+    assert "(train.py:8)" in pasted.stdout
+    (reference,) = tmp_path.glob("*.json")
+    assert reference.stat().st_size < 7_000
+    committed = ["git", "ls-files"]
+    files = subprocess.run(committed, cwd=tmp_path, capture_output=True, text=True).stdout.split()
+    assert files == ["bytes.json", "test_bytes.py", "train.py"]
 
 
 def test_options_named_in_the_documents_exist(pytestconfig: pytest.Config) -> None:

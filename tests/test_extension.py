@@ -15,6 +15,7 @@ from dpbench.commands.cli import main
 from dpbench.core.gpu import Gpu
 from dpbench.core.metrics import METRICS, Counters, Metric
 from dpbench.core.registry import TRAINERS, WORKLOADS
+from dpbench.results.schema import parsed
 from tests.programs import program
 
 TESTS = Path(__file__).parent
@@ -58,7 +59,7 @@ def saved(
 def document() -> tuple[dict[str, Any], dict[tuple[str, str], float]]:
     """Return the saved run, and the values of its steps by trainer and metric."""
     [path] = Path(".dpbench").rglob("0001_own.json")
-    document = json.loads(path.read_text())
+    document = parsed(path.read_bytes())
     steps = [row for row in document["rows"] if row["phase"] == "step"]
     return document, {(row["trainer"], row["metric"]): row["value"] for row in steps}
 
@@ -195,7 +196,7 @@ def test_labels_and_parameters_of_trainer_and_workload_are_saved_and_shown(
     assert f"Labels differ, sign: + (Halving:part=1), x:y=z ({halved})." in shown
 
     [path] = Path(".dpbench").rglob("0001_own.json")
-    document = json.loads(path.read_text())
+    document = parsed(path.read_bytes())
     labels = {case["trainer"]: case["labels"] for case in document["cases"]}
     assert labels == {
         "Halving:part=1": {"clips": "flat", "sign": "+"},

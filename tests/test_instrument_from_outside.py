@@ -16,6 +16,7 @@ from dpbench.core.metrics import METRICS
 from dpbench.core.settings import Settings
 from dpbench.instruments import INSTRUMENTS, choose
 from dpbench.results.run import Run
+from dpbench.results.schema import parsed
 from tests.commands import scripts
 from tests.commands.test_exec import ProcessHere
 from tests.plugin import conftest as sessions
@@ -99,7 +100,7 @@ def test_an_instrument_runs_and_its_runs_are_saved_and_compared(
     write(meter, hardware=hardware)
     on_cpu = ["--device=cpu"]
     assert main([*RUN, *on_cpu, "--save=first", "--json=run.json"]) == 0
-    [row] = json.loads(Path("run.json").read_text())["rows"]
+    [row] = parsed(Path("run.json").read_bytes())["rows"]
     assert (row["instrument"], row["metric"], row["value"]) == ("power", "energy_joules", 8.0)
     assert "energy" in capsys.readouterr().out  # shown by default
     assert main([*RUN, *on_cpu, "--compare"]) == 0
@@ -109,7 +110,7 @@ def test_an_instrument_runs_and_its_runs_are_saved_and_compared(
 def test_an_instrument_without_options_runs_and_its_versions_are_saved() -> None:
     run = ["run", "--instrument=meter:Plain", *RUN[2:], "--device=cpu"]
     assert main([*run, "--save=first", "--json=run.json"]) == 0
-    environment = json.loads(Path("run.json").read_text())["environment"]
+    environment = parsed(Path("run.json").read_bytes())["environment"]
     assert environment["versions"]["meter"] == "7"
 
 
@@ -163,7 +164,7 @@ def test_an_impossible_number_is_refused_by_name_and_other_rows_are_kept(
 
 def test_an_error_of_the_instrument_fails_only_its_case(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*RUN, "--trainer=dpsgd_fgc", "--json=run.json"]) == 1
-    cases = json.loads(Path("run.json").read_text())["cases"]
+    cases = parsed(Path("run.json").read_bytes())["cases"]
     assert [case["error"] for case in cases] == [None, "LookupError"]
 
 
@@ -233,7 +234,7 @@ def pace(meter: Path) -> Iterator[None]:
 
 
 def values(path: str) -> list[float]:
-    return [row["value"] for row in json.loads(Path(path).read_text())["rows"]]
+    return [row["value"] for row in parsed(Path(path).read_bytes())["rows"]]
 
 
 @pytest.mark.usefixtures("pace")
@@ -249,7 +250,7 @@ def test_a_recorder_with_an_option_records_the_steps_of_a_case(
     assert (task["instrument"], task["fields"]["pace_times"]) == ("pace:Pace", 3)
     assert "standard 12.0 " in " ".join(said.out.split())
     assert values("run.json") == [12.0, 12.0]
-    settings = json.loads(Path("run.json").read_text())["session"]["settings"]
+    settings = parsed(Path("run.json").read_bytes())["session"]["settings"]
     assert settings["pace"]["pace_times"] == 3
 
 
@@ -264,7 +265,7 @@ def test_a_recorder_records_the_steps_of_a_script_and_of_a_loop(
     how = ["--instrument=pace:Pace", "--pace-times=2", "--steps=2", "--json=run.json"]
     assert main(["exec", *how, "folder/training.py"]) == 0
     assert values("run.json") == [8.0, 8.0]
-    settings = json.loads(Path("run.json").read_text())["session"]["settings"]["pace"]
+    settings = parsed(Path("run.json").read_bytes())["session"]["settings"]["pace"]
     assert (settings["pace_times"], settings["steps"], "directory" in settings) == (2, 2, False)
 
     from dpbench import observe

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from dpbench.commands.cli import main
 from dpbench.core.registry import OUTPUTS
+from dpbench.results.schema import parsed
 from tests.plugin import conftest as sessions
 
 imports = sessions.imports  # a fixture
@@ -57,7 +57,7 @@ def test_run_and_show_write_installed_and_built_in_outputs(
     assert Path("out/run.bin").read_bytes() == b"\1\0\xff"
     with Path("out/run.csv").open(newline="", encoding="utf-8") as stream:
         rows = list(csv.DictReader(stream))
-    document = json.loads(Path("out/run.json").read_text())
+    document = parsed(Path("out/run.json").read_bytes())
     assert [float(row["value"]) for row in rows] == [row["value"] for row in document["rows"]]
     largest = max((row for row in rows if row["phase"] == "step"), key=lambda r: float(r["value"]))
     said = f"{largest['metric']} {float(largest['value']):.0f}\n"
@@ -92,7 +92,7 @@ def test_pytest_writes_an_output_that_a_conftest_registers(
     result = sessions.in_this_process(pytester, [*sessions.WITHOUT, *files], imports)
     assert result.ret == pytest.ExitCode.OK
     assert (pytester.path / "a.largest").read_text().startswith("a: flops ")
-    assert json.loads((pytester.path / "b.json").read_text())["rows"]
+    assert parsed((pytester.path / "b.json").read_bytes())["rows"]
 
 
 def test_a_failing_output_prints_one_line_and_other_outputs_are_written(

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
 from importlib.metadata import entry_points
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import msgspec
 from msgspec.structs import replace
@@ -49,7 +49,6 @@ Shown = Literal[Kind, "change"]
 SHOWN: tuple[Shown, ...] = ("value", "change")
 
 Aggregate = Literal["mean", "median", "sum", "max"]
-AGGREGATES: tuple[Aggregate, ...] = get_args(Aggregate)
 """Ways to aggregate several values into one value."""
 
 
@@ -114,10 +113,7 @@ class Peak(Aggregation, frozen=True):
     adds_up: ClassVar[bool] = False
 
 
-AGGREGATIONS = tuple(kind.__name__ for kind in (Counters, Sum, Share, Timed, Peak))
-
-
-class Metric(msgspec.Struct, frozen=True, omit_defaults=True):
+class Metric(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """A quantity of a training step.
 
     Attributes:

@@ -10,6 +10,7 @@ import pandas as pd
 
 from dpbench.core.metrics import METRICS
 from dpbench.core.subject import Subject
+from dpbench.results.kernels import in_ranges, numbers, unnumbered
 from dpbench.results.rows import NO_HARDWARE, STEP
 from dpbench.results.run import Run
 
@@ -131,6 +132,7 @@ def _changes(old: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
 
     ``line`` is the source line with the most bytes, taken from the new run if the new run has the
     operator, otherwise from the old run. Modules are ignored unless both runs recorded modules.
+    Layers of one kind that all changed, or all did not change, are added up.
     """
     if old.empty or new.empty:
         return pd.DataFrame(columns=[*WHERE, "line", "before", "after", "change"])
@@ -145,7 +147,18 @@ def _changes(old: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
     both = both.rename(columns={"bytes_before": "before", "bytes_after": "after"})
     both = both[["line", "before", "after"]].fillna({"before": 0, "after": 0})
     both["change"] = both.after - both.before
-    return both.reset_index().sort_values("change", key=abs, ascending=False, kind="stable")
+    both = both.reset_index().sort_values("change", key=abs, ascending=False, kind="stable")
+    layers = ["phase", "name", both.module.map(unnumbered), both.change != 0]
+    how: dict[str, Any] = {"phase": "first", "name": "first", "module": _layers, "line": "first"}
+    how |= dict.fromkeys(("before", "after", "change"), "sum")
+    folded = both.groupby(layers, sort=False, as_index=False).agg(how)
+    return folded.sort_values("change", key=abs, ascending=False, kind="stable")
+
+
+def _layers(modules: pd.Series[str]) -> str:
+    """Name the layers of one kind that changed, e.g. ``blocks.3.up`` or ``blocks.0-23.up``."""
+    names = in_ranges(sorted(modules, key=numbers))
+    return unnumbered(modules.iloc[0]) if ", " in names else names
 
 
 def _largest(case: Subject, changes: pd.DataFrame, phase: str) -> list[dict[str, Any]]:

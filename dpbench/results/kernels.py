@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import groupby
 from typing import Any
+
+import msgspec
 
 from dpbench.core.metrics import METRICS, unit
 from dpbench.core.subject import Subject
@@ -62,7 +65,7 @@ class OperatorCount(Entry):
     flops: Number  # a multiply-add counts as two
     general_rule: bool = False  # true if the bytes are a guess from the schema
     collective_bytes: Number = 0  # bytes sent to other ranks
-    module: str = ""  # the module whose forward ran the operator, e.g. blocks.*.mlp, or empty
+    module: str = ""  # the module whose forward ran the operator, e.g. blocks.3.mlp, or empty
     line: str = ""  # e.g. model.py:24 forward; in backward, the line of the forward operator
 
     @property
@@ -91,6 +94,93 @@ def guesses(counts: Iterable[OperatorCount]) -> dict[str, float]:
     for count in counts:
         guessed[count.operator] += count.total_bytes * count.general_rule
     return {name: size / total for name, size in guessed.items() if size > HEAVY * total}
+
+
+_RANGE = re.compile(r"(?<![^.])(\d+)-(\d+)(?![^.])")
+
+
+def in_ranges(modules: Iterable[str]) -> str:
+    """Name modules in short: those that count up in one number become ``blocks.0-23.mlp``."""
+    written: list[str] = []
+    first: list[str] = []
+    last: list[str] = []
+    for parts in (*(module.split(".") for module in modules), []):
+        following = [
+            [*last[:at], str(int(part) + 1), *last[at + 1 :]]
+            for at, part in enumerate(last)
+            if part.isdecimal() and [*first[:at], part, *first[at + 1 :]] == last
+        ]
+        if parts not in following:
+            both = zip(first, last, strict=True)
+            written += [".".join(a if a == b else f"{a}-{b}" for a, b in both)] if first else []
+            first = parts
+        last = parts
+    return ", ".join(written)
+
+
+def modules(written: str) -> Iterator[str]:
+    """Yield the modules of a text. This inverts `in_ranges`."""
+    for name in written.split(", "):
+        ends = _RANGE.search(name)
+        counted = range(int(ends[1]), int(ends[2]) + 1) if ends else [0]
+        yield from (_RANGE.sub(str(number), name) for number in counted)
+
+
+def numbers(module: str) -> list[int]:
+    """Return the numbers in a module's name, by which layers are sorted."""
+    return [int(number) for number in re.findall(r"\d+", module)]
+
+
+def unnumbered(module: str) -> str:
+    """Return a module's name with ``*`` in place of numbers, which layers that are alike share."""
+    return re.sub(r"\b\d+\b", "*", module)
+
+
+MODULE = "module"
+"""The field of operators in which successive entries of one line differ."""
+
+
+class Packed(msgspec.Struct, forbid_unknown_fields=True):
+    """A list of entries that have the same fields.
+
+    Args:
+        same: the fields that have one value in all entries.
+        texts: for each other field with texts, the different texts. A line has the index of a text.
+            A text in the field `MODULE` can name several modules, see `in_ranges`. Then the line
+            stands for an entry of each.
+        columns: the fields that a line has.
+        lines: the values of the entries.
+    """
+
+    same: dict[str, Any]
+    texts: dict[str, list[str]]
+    columns: list[str]
+    lines: list[list[Any]]
+
+    def entries(self) -> Iterator[dict[str, Any]]:
+        """Yield the entries. This inverts `pack`."""
+        for line in self.lines:
+            entry = {**self.same, **dict(zip(self.columns, line, strict=True))}
+            entry |= {name: texts[entry[name]] for name, texts in self.texts.items()}
+            named = [{MODULE: each} for each in modules(entry[MODULE])] if MODULE in entry else [{}]
+            yield from (entry | name for name in named)
+
+
+def pack(entries: Sequence[Mapping[str, Any]]) -> Packed:
+    """Pack at least one entry."""
+    if MODULE in entries[0]:
+        alike = [[*found] for _, found in groupby(entries, lambda each: {**each, MODULE: ""})]
+        entries = [{**e[0], MODULE: in_ranges(each[MODULE] for each in e)} for e in alike]
+    values = {name: [each[name] for each in entries] for name in entries[0]}
+    columns = [name for name, of in values.items() if of.count(of[0]) < len(of)]
+    texts = {
+        name: {text: at for at, text in enumerate(dict.fromkeys(values[name]))}
+        for name in columns
+        if all(isinstance(value, str) for value in values[name])
+    }
+    lines = [[texts[n][each[n]] if n in texts else each[n] for n in columns] for each in entries]
+    same = {name: of[0] for name, of in values.items() if name not in columns}
+    return Packed(same, {name: [*of] for name, of in texts.items()}, columns, lines)
 
 
 CATEGORIES: tuple[tuple[str, str], ...] = (

@@ -14,7 +14,7 @@ from dpbench.core.case import AXES, BASELINE_TRAINER
 from dpbench.core.metrics import METRICS
 from dpbench.core.registry import TRAINERS
 from dpbench.core.subject import SCRIPT, Subject
-from dpbench.results.kernels import Entry, KernelCount, MemoryLine, OperatorCount
+from dpbench.results.kernels import Entry, KernelCount, MemoryLine, OperatorCount, pack
 from dpbench.results.rows import NO_HARDWARE, NUMBER, SCHEMA, Measurement
 
 if TYPE_CHECKING:
@@ -36,6 +36,9 @@ LISTS: dict[str, type[Measurement] | type[Entry]] = {
 }
 """The fields of `Outcome` that are top-level lists in a document, with the class of the entries.
 Each entry has the fields of its case, too."""
+
+DERIVED = ("ratios", "measured_over_logical", "throughputs")
+"""The lists of a document that are computed from its rows, see `derived`."""
 
 NUMBERED = ("operators", "kernels", "memory_lines")
 """The lists whose entries contain the index of their outcome. Rows contain no index, because the
@@ -308,12 +311,18 @@ def trainer_summary(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 
 
 def document_text(document: Mapping[str, Any]) -> str:
-    """Write a document as JSON text, with a line for each field and for each entry of its lists."""
-    fields = [f" {json.dumps(name)}: {_lines(value)}" for name, value in document.items()]
+    """Write a document as JSON text, with a line for each field and for each entry of its lists.
+
+    Lists of entries with the same fields are packed, see `Packed`.
+    """
+    fields = [f" {json.dumps(name)}: {_lines(name, value)}" for name, value in document.items()]
     return "{\n" + ",\n".join(fields) + "\n}\n"
 
 
-def _lines(value: object) -> str:
+def _lines(name: str, value: Any) -> str:
     if not (isinstance(value, list) and value):
         return json.dumps(value)
-    return "[\n" + ",\n".join(f"  {json.dumps(entry)}" for entry in value) + "\n ]"
+    if name in (*LISTS, *DERIVED):
+        return document_text(msgspec.to_builtins(pack(value))).rstrip()
+    entries = (json.dumps(entry, separators=(",", ": ")) for entry in value)
+    return "[\n" + ",\n".join(f"  {entry}" for entry in entries) + "\n ]"

@@ -13,8 +13,11 @@ from dpbench.core.case import ALL_PHASES, AXES
 from dpbench.core.metrics import METRICS, is_counter
 from dpbench.core.subject import Script, Subject
 
-SCHEMA = 2
+SCHEMA = 3
 """Version of the JSON documents. The version is raised when a field changes its meaning."""
+
+READ = (2, SCHEMA)
+"""The versions that can be read. Documents of version 2 have no packed lists."""
 
 STEP = "step"
 """The value of ``phase`` in rows about the whole step."""

@@ -13,10 +13,11 @@ import msgspec
 
 from dpbench.core.case import ALL_PHASES, AXES, COUNTS, OPTIONAL_AXES, USUAL
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.metrics import AGGREGATES, AGGREGATIONS, Kind, Shown
+from dpbench.core.metrics import Metric
 from dpbench.core.subject import SCRIPT, Subject, subject_from
-from dpbench.results.outcome import LISTS, NUMBERED, STATUSES
-from dpbench.results.rows import IDENTITY, SCHEMA, STEP, impossible_number
+from dpbench.results.kernels import Packed
+from dpbench.results.outcome import DERIVED, LISTS, NUMBERED, STATUSES
+from dpbench.results.rows import IDENTITY, READ, SCHEMA, STEP, impossible_number
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
@@ -78,41 +79,6 @@ class TestPart(msgspec.Struct):
     params: dict[str, str] = {}
 
 
-class HowPart(msgspec.Struct):
-    """The aggregation of a metric's values, see `dpbench.core.metrics.Aggregation`."""
-
-    kind: Literal[tuple(AGGREGATIONS)]  # type: ignore[valid-type]
-    names: list[str] = []
-    parts: list[str] = []
-    scale: float = 1
-    chips: list[list[Any]] = []
-    less: str = ""
-
-
-class MetricPart(msgspec.Struct, forbid_unknown_fields=True):
-    """The definition of a metric, see `dpbench.core.metrics.Metric`."""
-
-    name: str
-    how: HowPart
-    header: str = ""
-    by: list[str] = []
-    repeats: Literal[AGGREGATES] | None = None  # type: ignore[valid-type]
-    ranks: Literal[AGGREGATES] | None = None  # type: ignore[valid-type]
-    nvprof: str = ""
-    logical: str = ""
-    shown: list[Shown] = []
-    giga: bool = False
-    expected: list[float] | None = None
-    higher_is_better: bool = False
-    signed: bool = False
-    throughput: bool = True
-    spread: bool = False
-    source: str = ""
-    table: str = ""
-    of: str = ""
-    kind: Kind = "value"
-
-
 @cache
 def _schema() -> type[Any]:
     """Make the type of a whole document. The classes in `LISTS` define list entries."""
@@ -132,7 +98,7 @@ def _schema() -> type[Any]:
         entry: Any = msgspec.defstruct(
             part, [*_AXES, *own], kw_only=True, forbid_unknown_fields=strict
         )
-        lists[part] = list[entry]
+        lists[part] = list[entry] | Packed
     case: Any = msgspec.defstruct(
         "case",
         [
@@ -154,10 +120,11 @@ def _schema() -> type[Any]:
     parts: list[Any] = [
         ("environment", Environment, msgspec.field(default_factory=Environment)),
         ("session", SessionPart, msgspec.field(default_factory=SessionPart)),
-        ("metrics", list[MetricPart], []),
+        ("metrics", list[Metric], []),
         ("cases", list[case], []),
         ("devices", list[str], []),
         *((part, kind, []) for part, kind in lists.items() if part != "rows"),
+        *((part, list[dict[str, Any]] | Packed, []) for part in DERIVED),
     ]
     return msgspec.defstruct("Document", [("schema", int), ("rows", lists["rows"]), *parts])
 
@@ -165,8 +132,7 @@ def _schema() -> type[Any]:
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of a run's document.
 
-    The schema leaves out fields that are computed from other fields, such as ``summary`` and
-    ``ratios``.
+    The schema leaves out ``summary``, which is computed from other fields.
     """
     title = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "A run of dpbench"}
     return title | msgspec.json.schema(_schema())
@@ -220,11 +186,15 @@ def parsed(data: bytes) -> dict[str, Any]:
     """
     data = unpacked(data)
     head = msgspec.json.decode(data, type=_Head)
-    if head.schema != SCHEMA:
+    if head.schema not in READ:
         upgrade = "; upgrade dpbench" if head.schema > SCHEMA else ""
         raise ValueError(f"it has schema {head.schema}, this dpbench reads {SCHEMA}{upgrade}")
-    msgspec.json.decode(data, type=_schema())
     document: dict[str, Any] = msgspec.json.decode(data)
+    checked = msgspec.convert(document, _schema())
+    for name in (*LISTS, *DERIVED):
+        if isinstance(part := getattr(checked, name), Packed):
+            document[name] = [*part.entries()]
+    msgspec.convert(document, _schema())
     for part in ("cases", *LISTS):
         for entry in document.get(part, ()):
             for axis in OPTIONAL_AXES:

@@ -12,6 +12,7 @@ import pytest
 from dpbench.commands.cli import main
 from dpbench.core.case import Case
 from dpbench.results.run import Run
+from dpbench.results.schema import parsed
 
 pytestmark = pytest.mark.usefixtures("counted_once")
 
@@ -45,7 +46,7 @@ def test_ratios_are_to_the_baseline_that_was_named(dpbench: Asked, tmp_path: Pat
     assert status == 0
     assert "÷ OwnTrainer" in shown
     assert "÷ std" not in shown
-    document = json.loads(Path("mine.json").read_text())
+    document = parsed(Path("mine.json").read_bytes())
     ratios = {
         row["trainer"]: row["ratio"]
         for row in document["ratios"]
@@ -80,7 +81,7 @@ def test_a_ratio_needs_the_baseline_along_every_axis(dpbench: Asked) -> None:
     assert (
         dpbench(f"run {CELL} --trainer=dpsgd --trainer=dpsgd_ghost {axes} --json=both.json")[0] == 0
     )
-    document = json.loads(Path("both.json").read_text())
+    document = parsed(Path("both.json").read_bytes())
     kept = [
         {name: [r for r in document[name] if not _is_adam_of(r, "dpsgd")]}
         for name in ("rows", "cases")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -14,6 +13,7 @@ import pytest
 
 from dpbench.commands.cli import main
 from dpbench.core.gpu import Gpu
+from dpbench.results.schema import parsed
 from tests.commands import test_cli
 from tests.commands.test_cli import PATIENCE, REPLAYED, TINY
 
@@ -34,7 +34,7 @@ sys.exit(main())
 
 
 def cases_of(path: Path) -> dict[str, str | None]:
-    return {case["trainer"]: case["error"] for case in json.loads(path.read_text())["cases"]}
+    return {case["trainer"]: case["error"] for case in parsed(path.read_bytes())["cases"]}
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_run_measures_a_grid_file_and_writes_what_it_shows(
     )
     outputs = ["--json=out/run.json", "--markdown=out/run.md"]
     assert main([*ON_CPU, "--grid=mine.toml", *outputs]) == 0
-    rows = json.loads(Path("out/run.json").read_text())["rows"]
+    rows = parsed(Path("out/run.json").read_bytes())["rows"]
     assert {row["metric"] for row in rows} == {"step_time_seconds", "samples_per_second"}
     assert {row["device"] for row in rows} == {"cpu"}
     assert {row["repeat"] for row in rows} == {0, 1}
@@ -114,7 +114,7 @@ def test_without_a_gpu_a_run_counts_logical_bytes_and_says_so(
     assert "this machine has no CUDA GPU, so logical bytes are counted" in shown.err
     assert "tiny fp32, batch 4, sequence 16, logical (no hardware): MB per step" in shown.out
     assert "DRAM" not in shown.out
-    rows = json.loads(Path("run.json").read_text())["rows"]
+    rows = parsed(Path("run.json").read_bytes())["rows"]
     assert {row["instrument"] for row in rows} == {"logical"}
     assert {row["device"] for row in rows} == {"logical (no hardware)"}
 
@@ -132,7 +132,7 @@ def test_failures_of_every_kind_leave_the_other_cases_running(
         "Greedy": "CaseOutOfMemory",
         "standard": None,
     }
-    summary = json.loads(Path("run.json").read_text())["summary"]
+    summary = parsed(Path("run.json").read_bytes())["summary"]
     assert {line["trainer"]: line["success_rate"] for line in summary} == {
         **dict.fromkeys(names, 0.0),
         "standard": 1.0,
@@ -175,4 +175,4 @@ def _directory_of(process: Path) -> Path | None:
 def test_the_same_case_twice_is_measured_once(elsewhere: Path) -> None:
     twice = ["--trainer=standard", "--trainer=dpbench.training.standard:StandardTrainer"]
     assert main(["run", *TINY, *twice, "--instrument=logical", "--json=run.json"]) == 0
-    assert len(json.loads(Path("run.json").read_text())["cases"]) == 1
+    assert len(parsed(Path("run.json").read_bytes())["cases"]) == 1

@@ -10,6 +10,7 @@ import pytest
 from dpbench.commands.cli import build_parser, main
 from dpbench.core.gpu import Gpu
 from dpbench.core.settings import Settings
+from dpbench.results.schema import parsed
 from dpbench.results.storage import Storage
 from tests.programs import program
 
@@ -54,7 +55,7 @@ def test_run_counts_the_chosen_case_as_asked(
     assert "--nvtx-include dpbench@0.clip" in log.splitlines()[0]
     [path] = Storage(Path("kept")).paths()
     assert path.name == "0001_clip.json"
-    document = json.loads(path.read_text())
+    document = parsed(path.read_bytes())
     assert {row["metric"] for row in document["rows"] if row["instrument"] == "ncu"} == {
         "dram_read_bytes",
         "dram_write_bytes",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from dpbench.core.subject import Script
 from dpbench.instruments import choose
 from dpbench.instruments.script import ScriptRun
 from dpbench.results.outcome import Outcome
+from dpbench.results.schema import parsed
 from dpbench.results.storage import Storage
 from tests.commands import scripts
 
@@ -41,7 +41,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def rows(path: str, metric: str) -> dict[tuple[str, str], list[float]]:
     """The values of a metric by trainer and phase."""
     found: dict[tuple[str, str], list[float]] = {}
-    for row in json.loads(Path(path).read_text())["rows"]:
+    for row in parsed(Path(path).read_bytes())["rows"]:
         if row["metric"] == metric:
             found.setdefault((row["trainer"], row["phase"]), []).append(row["value"])
     return found
@@ -108,7 +108,7 @@ def test_private_script_against_a_plain_one_is_a_ratio_by_phase(
     assert "dpbench exec: baseline: 0001_plain" in shown.err
     ratios = {
         row["phase"]: row["ratio"]
-        for row in json.loads(Path("private.json").read_text())["ratios"]
+        for row in parsed(Path("private.json").read_bytes())["ratios"]
         if row["metric"] == "logical_bytes"
     }
     assert ratios["forward"] == pytest.approx(1)
@@ -128,7 +128,7 @@ def test_private_script_against_a_plain_one_is_a_ratio_by_phase(
     assert main(["exec", *again, "--baseline=2", "training.py"]) == 2
     assert "its script is also called private; name this one" in capfd.readouterr().err
     assert main(["exec", *limits, *again, "--baseline=1", "training.py"]) == 1
-    session = json.loads(Path("again.json").read_text())["session"]
+    session = parsed(Path("again.json").read_bytes())["session"]
     assert [(row["trainer"], row["phase"]) for row in session["regressions"]] == [
         ("private", "backward"),
     ]
@@ -302,7 +302,7 @@ def test_lines_that_hold_the_peak_of_memory_are_shown_saved_and_compared(
     shown = capfd.readouterr().out
     assert "mine: counted memory at the peak, " in shown
     assert "compute_linear_grad_sample" in shown
-    lines = json.loads(Path("before.json").read_text())["memory_lines"]
+    lines = parsed(Path("before.json").read_bytes())["memory_lines"]
     [peak] = rows("before.json", "peak_memory_bytes")["mine", "step"]
     assert sum(line["held_bytes"] for line in lines) == peak
     weights = 4 * (256 * 512 + 512 + 512 * 16 + 16)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from dpbench.commands.cli import main
 from dpbench.results.kernels import ELSEWHERE, STEP_LOST
+from dpbench.results.schema import parsed
 from tests.commands.test_exec import ProcessHere, processes_here
 
 __all__ = ["ProcessHere", "processes_here"]
@@ -124,7 +124,7 @@ def test_batches_of_different_sizes_are_said_where_a_limit_or_ratio_uses_them(
         ratio = [f"--baseline={number}", "--json=ratio.json"]
         assert main([*EXEC, *ratio, script]) == 0
         assert f"no ratio to the baseline: only {whose} batches" in capfd.readouterr().err
-        assert not json.loads(Path("ratio.json").read_text())["ratios"]
+        assert not parsed(Path("ratio.json").read_bytes())["ratios"]
 
 
 EVALUATING = """
@@ -164,7 +164,7 @@ def test_operators_and_memory_are_of_all_counted_steps_and_what_changed_is_liste
     assert "  train outside: memory of train.py +" in shown
     assert main(["compare", "before.json", "after.json"]) == 0
     assert "What changed most:\n  train outside: aten." in capfd.readouterr().out
-    after = json.loads(Path("after.json").read_text())
+    after = parsed(Path("after.json").read_bytes())
     whole = [row for row in after["rows"] if row["phase"] == "step"]
     for metric, field in {
         "logical_read_bytes": "read_bytes",

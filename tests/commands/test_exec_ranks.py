@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import select
@@ -19,6 +18,7 @@ from dpbench.core.errors import CaseFailed, CaseTimedOut, ConfigurationError, Sc
 from dpbench.core.subject import Script
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement
+from dpbench.results.schema import parsed
 
 UNCOLLECTED = """
 import gc
@@ -92,7 +92,7 @@ def test_torchruns_ranks_are_one_run_with_rows_by_rank() -> None:
     ended = torchrun("--batch-size=8", "--json=run.json", "private.py")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("batch 8, cpu: per step") == 1
-    rows = json.loads(Path("run.json").read_text())["rows"]
+    rows = parsed(Path("run.json").read_bytes())["rows"]
     steps = [row for row in rows if row["phase"] == STEP and row["unit"] == "s"]
     assert [(row["rank"], row["repeat"]) for row in steps] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert {"clip", "noise"} < {row["phase"] for row in rows if row["rank"] == 1}

@@ -11,6 +11,7 @@ import pytest
 from dpbench.commands.cli import main
 from dpbench.core import registry
 from dpbench.core.registry import NAMED
+from dpbench.results.schema import parsed
 from tests.commands.seeded import run_of
 
 COMMANDS = (
@@ -51,7 +52,7 @@ def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_name_in_a_saved_run_is_neither_imported_nor_called(
     axis: str, named: str, marker: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    document = json.loads(run_of([1e6, 1e6], trainers=["standard", "dpsgd"]))
+    document = parsed(run_of([1e6, 1e6], trainers=["standard", "dpsgd"]).encode())
     for row in document["rows"] + document["cases"]:
         if axis == "workload":
             row |= {"seq_len": 0, "model_size": "", "model": "", "attention": ""}
@@ -76,7 +77,7 @@ def test_a_name_in_a_saved_run_is_neither_imported_nor_called(
 def test_advice_leaves_out_a_trainer_that_only_the_run_knows(
     marker: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    document = json.loads(run_of([1e6], trainers=["dpsgd", "named_by_a_file:X"]))
+    document = parsed(run_of([1e6], trainers=["dpsgd", "named_by_a_file:X"]).encode())
     Path("run.json").write_text(json.dumps(document))
     assert main(["advise", "run.json", "--gpu=h100"]) == 0
     captured = capsys.readouterr()

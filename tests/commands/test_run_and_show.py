@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 from dpbench.commands.cli import main
 from dpbench.core.gpu import Gpu
+from dpbench.results.schema import parsed
 from tests.programs import program
 
 pytestmark = pytest.mark.usefixtures("counted_once")
@@ -42,7 +42,7 @@ def test_both_instruments_on_one_case_show_measured_over_logical(
     shown = capsys.readouterr().out
     assert "tiny fp32, batch 4, sequence 64, NVIDIA H200: DRAM measured ÷ logical" in shown
     assert "tiny fp32, batch 4, sequence 64, logical (no hardware): MB per step" in shown
-    found = json.loads((tmp_path / "run.json").read_text())["measured_over_logical"]
+    found = parsed((tmp_path / "run.json").read_bytes())["measured_over_logical"]
     assert {(row["trainer"], row["instrument"], row["device"]) for row in found} == {
         ("standard", "ncu", "NVIDIA H200"),
         ("dpsgd", "ncu", "NVIDIA H200"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from dpbench.commands.cli import main
 from dpbench.results.rows import STEP
+from dpbench.results.schema import parsed
 
 RUN = ["run", "--seq-len=8", "--model-size=99x16x1x2", "--batch-size=4", "--trainer=standard"]
 READ_AND_WRITTEN = ("logical_read_bytes", "logical_write_bytes")
@@ -32,7 +32,7 @@ def test_several_gpus_are_shown_beside_one_with_the_same_batch(
     assert "left out: parallel=none with gpus=2, parallel=ddp with gpus=1" in captured.err
     table = captured.out.partition("÷ one GPU, same batch")[2]
     moved = Counter[int]()
-    for row in json.loads(Path("run.json").read_bytes())["rows"]:
+    for row in parsed(Path("run.json").read_bytes())["rows"]:
         if (row["trainer"], row["phase"]) == ("dpsgd", STEP) and row["metric"] in READ_AND_WRITTEN:
             moved[row["gpus"]] += row["value"]
     line = next(line for line in table.splitlines() if line.startswith("dpsgd "))
@@ -49,7 +49,7 @@ def test_a_parameter_with_fewer_rows_than_ranks_is_named(
     ghost = ["--trainer=dpsgd_ghost", "--trainer=fused", "--parallel=fsdp2", "--gpus=2"]
     command = [*RUN[:2], "--model-size=1x8x1x2", "--batch-size=4", f"--instrument={instrument}"]
     assert main([*command, "--device=cpu", "--active=1", *ghost, "--json=run.json"]) == 1
-    cases = json.loads(Path("run.json").read_bytes())["cases"]
+    cases = parsed(Path("run.json").read_bytes())["cases"]
     refused, trained = sorted(cases, key=lambda case: str(case["trainer"]))
     assert "noise to token_embedding.weight, which has only 1 row for 2 ranks" in refused["message"]
     assert "\n" not in refused["message"]

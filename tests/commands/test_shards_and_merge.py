@@ -13,6 +13,7 @@ import pytest
 from dpbench.commands.cli import main
 from dpbench.core.files import locked
 from dpbench.results.run import Run
+from dpbench.results.schema import parsed
 from tests.test_instrument_from_outside import write as write_meter
 
 RUN = ["run", "--instrument=logical", "--seq-len=8", "--model-size=99x16x1x2"]
@@ -32,7 +33,7 @@ def metered(tmp_path: Path) -> Iterator[list[str]]:
 
 
 def rows(name: str) -> list[dict[str, Any]]:
-    return sorted(json.loads(Path(name).read_bytes())["rows"], key=json.dumps)
+    return sorted(parsed(Path(name).read_bytes())["rows"], key=json.dumps)
 
 
 @pytest.mark.slow

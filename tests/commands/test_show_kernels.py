@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pandas as pd
@@ -10,6 +9,7 @@ import pytest
 
 from dpbench.commands.cli import main
 from dpbench.core.gpu import Gpu
+from dpbench.results.schema import parsed
 from tests.programs import program
 from tests.recorded import RANGES, unpacked
 
@@ -88,7 +88,7 @@ def test_run_profiles_each_kernel_after_the_ranges(
     assert main(["run", *cell, *how, "--json", "run.json"]) == 0
     text = capsys.readouterr().out
     assert "dpsgd-bs4-seq64-tiny-fp32, NVIDIA H200: bytes by kernel (top 4 of" in text
-    document = json.loads(Path("run.json").read_text())
+    document = parsed(Path("run.json").read_bytes())
     assert document["cases"][0]["instruments"] == ["ncu", "ncu_kernels"]
     rows = {(r["phase"], r["metric"]): r["value"] for r in document["rows"]}
     assert rows["step", "kernel_launches"] == 468

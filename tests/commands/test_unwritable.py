@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from dpbench.commands.cli import main
+from dpbench.results.schema import parsed
 
 SIZE = ["--batch-size=2", "--seq-len=8", "--model-size=99x16x1x2", "--trainer=standard"]
 
@@ -24,7 +24,7 @@ def test_counting_and_timing_go_on() -> None:
     both = ["--instrument=logical", "--instrument=timing"]
     run = ["run", *both, "--device=cpu", "--active=1", *SIZE]
     assert main([*run, "--json=run.json"]) == 0
-    assert json.loads(Path("run.json").read_text())["rows"]
+    assert parsed(Path("run.json").read_bytes())["rows"]
 
 
 def test_what_leaves_files_is_refused_before_it_measures(

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from dpbench.results.schema import parsed
 from dpbench.results.storage import Storage
 from tests.plugin.conftest import RunSuite
 from tests.plugin.saved_runs import command_in, phases
@@ -62,7 +63,7 @@ def test_the_chosen_cases_are_counted_and_saved_as_asked(
     assert not list(folder.glob("*.timing.log"))
 
     [path] = Storage(pytester.path / "kept").paths()
-    document = json.loads(path.read_text())
+    document = parsed(path.read_bytes())
     assert {row["metric"] for row in document["rows"] if row["instrument"] == "ncu"} == {
         "dram_read_bytes",
         "dram_write_bytes",

@@ -5,10 +5,9 @@ For a worker that is killed, see `test_workers.py`.
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
+from dpbench.results.schema import parsed
 from tests.plugin.conftest import CONFTEST, RunSuite
 from tests.plugin.saved_runs import saved
 
@@ -28,7 +27,7 @@ def test_a_killed_session_keeps_what_it_had_measured(
     )
     files = ["--dpbench-json=run.json", "--dpbench-save=run"]
     project("-p", "no:xdist", "-p", "no:randomly", *files, alone=True)
-    document = json.loads((pytester.path / "run.json").read_text())
+    document = parsed((pytester.path / "run.json").read_bytes())
     assert {row["trainer"] for row in document["rows"]} == {"standard"}
     run = saved(pytester.path, 1)
     assert run.status == "interrupted"
@@ -53,7 +52,7 @@ def test_what_a_worker_cannot_write_the_controller_does(
     result = project("-n1", "--dpbench-json=run.json", "--dpbench-save=run")
     result.assert_outcomes(passed=4)
     assert result.ret == 0
-    document = json.loads((pytester.path / "run.json").read_text())
+    document = parsed((pytester.path / "run.json").read_bytes())
     assert {row["trainer"] for row in document["rows"]} == {"standard", "dpsgd"}
     run = saved(pytester.path, 1)
     assert (run.status, len(run.outcomes)) == ("complete", 2)

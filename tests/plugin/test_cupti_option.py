@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dpbench.results.schema import parsed
 from dpbench.results.storage import Storage
 from tests.plugin.conftest import RunSuite
 from tests.programs import program
@@ -70,7 +70,7 @@ def started() -> list[str]:
 
 
 def instruments(name: str) -> set[str]:
-    document = json.loads(Path(name).read_text())
+    document = parsed(Path(name).read_bytes())
     return {row["instrument"] for row in document["rows"]}
 
 
@@ -91,7 +91,7 @@ def test_beside_ncu_times_come_from_the_process_that_counts(suite: RunSuite) -> 
     result.assert_outcomes(passed=4)
     assert started() == ["dpsgd cupti", "standard cupti"]
     assert instruments("run.json") == {"cupti", "ncu"}
-    document = json.loads(Path("run.json").read_text())
+    document = parsed(Path("run.json").read_bytes())
     sources = {rate["instrument"] for rate in document["throughputs"]}
     assert sources == {"ncu bytes / cupti seconds", "cupti bytes / cupti seconds"}
 
@@ -131,10 +131,10 @@ def test_what_it_counts_is_saved_judged_and_gone_on_with(
     first = suite("--cupti", "-x", "--dpbench-save=first")
     first.assert_outcomes(failed=1)
     [path] = Storage(pytester.path / ".dpbench").paths()
-    assert json.loads(path.read_text())["session"]["status"] == "interrupted"
+    assert parsed(path.read_bytes())["session"]["status"] == "interrupted"
     Path("broken").unlink()
     suite("--cupti", "--dpbench-resume").assert_outcomes(passed=2, skipped=2)
-    document = json.loads(path.read_text())
+    document = parsed(path.read_bytes())
     assert document["session"]["status"] == "complete"
     assert started() == ["dpsgd cupti", "standard cupti"], "what was measured is kept"
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from dpbench.commands.cli import main
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.settings import Settings
+from dpbench.results.schema import parsed
 from dpbench.show.view import TableOptions, label_of
 from tests.plugin.conftest import RunSuite
 
@@ -52,7 +51,7 @@ def test_a_case_stands_in_the_group_of_each_test_that_asked_for_it(
         line.split()[0] for line in by_function.lines if line.startswith(("dpsgd ", "standard "))
     ]
     assert rows[:4] == ["dpsgd", "standard", "dpsgd", "standard"], "by name"
-    cases = json.loads((pytester.path / "run.json").read_text())["cases"]
+    cases = parsed((pytester.path / "run.json").read_bytes())["cases"]
     [(asked, added)] = [
         (case["tests"], case["extra_info"]) for case in cases if case["trainer"] == "dpsgd"
     ]

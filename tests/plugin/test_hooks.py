@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
+from dpbench.results.schema import parsed
 from tests.plugin.conftest import CONFTEST, RunSuite
 
 HOOKS = """
@@ -38,7 +37,7 @@ def test_a_project_adds_to_document_and_tables(
     )
     result = project("-n0", "--dpbench-json=run.json")
     result.stdout.fnmatch_lines(["Largest"])
-    document = json.loads((pytester.path / "run.json").read_text())
+    document = parsed((pytester.path / "run.json").read_bytes())
     assert document["environment"]["rack"] == "B7"
     assert document["budget"] == {"epsilon": 8}
     assert document["cases"][0]["extra_info"] == {"epsilon": 8, "where": "here"}

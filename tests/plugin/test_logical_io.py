@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from dpbench import Case, DPGhostClippingTrainer
 from dpbench.instruments.logical.logical import Logical
 from dpbench.results.outcome import Outcome
+from dpbench.results.schema import parsed
 from dpbench.training.base import Batch
 from tests.plugin.conftest import RunSuite
 
@@ -59,7 +58,7 @@ def test_each_case_is_counted_once_and_stays_apart_from_what_is_measured(
         ["*CaseFailed: dpsgd_ghost-bs4-seq64-tiny-fp32: *RuntimeError: on purpose*"]
     )
     assert counted == ["standard", "dpsgd", "dpsgd_ghost"]
-    document = json.loads((pytester.path / "run.json").read_text())
+    document = parsed((pytester.path / "run.json").read_bytes())
     assert sorted((case["trainer"], *case["instruments"]) for case in document["cases"]) == [
         ("dpsgd", "logical"),
         ("dpsgd", "ncu"),

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from dpbench.instruments.logical.counter import OperatorCounter  # noqa: F401  # loads torch
+from dpbench.results.schema import parsed
 from tests.plugin.conftest import RunSuite
 
 SUITE = """
@@ -80,7 +79,7 @@ def test_its_operators_are_counted_by_phase(project: RunSuite, pytester: pytest.
             "NothingCounted: *test_forgets_to_call:<lambda>: no PyTorch operator ran in 1 step*",
         ]
     )
-    document = json.loads((pytester.path / "run.json").read_text())
+    document = parsed((pytester.path / "run.json").read_bytes())
     assert [case["trainer"].partition("::")[2] for case in document["cases"]][:5] == [
         "test_ratio:private",
         "test_ratio:plain",
@@ -135,5 +134,5 @@ def test_again(logical_io):
 """
     )
     project("-n0", "--dpbench-json=run.json", replayed=False).assert_outcomes(passed=2)
-    document = json.loads((pytester.path / "run.json").read_text())
+    document = parsed((pytester.path / "run.json").read_bytes())
     assert [case["trainer"] for case in document["cases"]] == ["test_suite.py::test_again:step"]

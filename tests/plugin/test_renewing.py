@@ -8,6 +8,7 @@ import pytest
 
 from dpbench.child.messages import Steps
 from dpbench.child.task import Task
+from dpbench.results.schema import parsed
 from tests.plugin.conftest import RunSuite
 from tests.plugin.saved_runs import (
     halved,
@@ -31,13 +32,13 @@ def test_a_reference_is_renewed_with_what_was_counted_timed_and_profiled(
     path = pytester.path / "reference.json"
     old = recorded_document(halved, started="2026-01-02") | {"environment": {"python": "3.0"}}
     path.write_text(json.dumps(old))
-    old = json.loads(path.read_text())
+    old = parsed(path.read_bytes())
     measured = ["--ncu", "--ncu-path=./ncu", "--dpbench-trainer=standard"]
     result = project("-p", "no:xdist", *measured, *TIMED, replayed=False)
     result.assert_outcomes(passed=2)
     result.stdout.fnmatch_lines(["standard*dram_bytes*+100.00%*"])
-    assert json.loads(path.read_text()) == old
-    new = json.loads((pytester.path / "renewed.json").read_text())
+    assert parsed(path.read_bytes()) == old
+    new = parsed((pytester.path / "renewed.json").read_bytes())
     assert values(new, "standard", "ncu") == values(recorded_document(), "standard")
     assert new["environment"]["gpu"]["driver"] == "580.159.03"
     by = ["ncu", "ncu_kernels", "timing", "torch_profiler"]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
+from dpbench.results.schema import parsed
 from dpbench.results.storage import Storage
 from tests.plugin.conftest import RunSuite
 from tests.plugin.saved_runs import recorded_document, save
@@ -49,6 +48,6 @@ def test_storage_that_breaks_down_is_one_error_and_leaves_earlier_runs(
     assert result.stdout.str().count("ERROR: dpbench: ") == 1
     result.stdout.fnmatch_lines(["ERROR: dpbench: *NVIDIA-H200*"])
     assert (pytester.path / "moved/0001_earlier.json").read_text() == text
-    kept = json.loads((pytester.path / "moved/0002_first.json").read_text())
+    kept = parsed((pytester.path / "moved/0002_first.json").read_bytes())
     assert {row["trainer"] for row in kept["rows"]} == {"standard"}
-    assert len(json.loads((pytester.path / "run.json").read_text())["cases"]) == 2
+    assert len(parsed((pytester.path / "run.json").read_bytes())["cases"]) == 2

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
+from dpbench.results.schema import parsed
 from tests.plugin.conftest import RunSuite
 
 CONFTEST = """
@@ -97,7 +96,7 @@ def test_names_are_those_of_fixtures_and_parameters_and_else_of_tests(
         return project("--dpbench-json=run.json", *words, replayed=False)
 
     assert counted("-n0").ret == 0
-    document = json.loads((pytester.path / "run.json").read_text())
+    document = parsed((pytester.path / "run.json").read_bytes())
     moved: dict[str, float] = {}
     for row in document["rows"]:
         if row["metric"] == "logical_write_bytes":

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
 
 import pytest
 
+from dpbench.results.schema import parsed
 from tests.plugin.conftest import RunSuite
 from tests.plugin.saved_runs import (
     less_and_elsewhere,
@@ -96,7 +96,7 @@ def test_a_session_is_shown_written_and_judged_as_asked(
 
 def check_files(folder: Path) -> None:
     """Whether the files of `SHOWN` say the same."""
-    document = json.loads((folder / "out/run.json").read_text())
+    document = parsed((folder / "out/run.json").read_bytes())
     assert {case["trainer"]: case["error"] for case in document["cases"]} == {
         "standard": None,
         "dpsgd": None,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from dpbench.commands.cli import main
+from dpbench.results.schema import parsed
 from tests.plugin.conftest import RunSuite
 from tests.plugin.saved_runs import saved
 
@@ -148,7 +149,7 @@ def test_what_a_test_measures_is_judged_wherever_it_does(
     limit = [LIMIT, "--dpbench-compare"]
     project("-n0", "-k", "test_general", "--dpbench-save=good", replayed=False)
     path = next((pytester.path / ".dpbench").rglob("*_good.json"))
-    good = json.loads(path.read_text())
+    good = parsed(path.read_bytes())
     for row in good["rows"]:
         row["value"] /= 2
     path.write_text(json.dumps(good))
@@ -165,7 +166,7 @@ def test_what_a_test_measures_is_judged_wherever_it_does(
         assert result.ret == pytest.ExitCode.TESTS_FAILED
         result.stdout.fnmatch_lines(["ERROR: dpbench: logical_bytes@step of dpsgd-bs2-*, limit 1%"])
         path = next((pytester.path / ".dpbench").rglob("*_worse.json"))
-        document = json.loads(path.read_text())
+        document = parsed(path.read_bytes())
         assert document["session"]["regressed"]
         noted = [by["test"] for case in document["cases"] for by in case["tests"]]
         assert any(test.removeprefix("not TestMarked and ") in name for name in noted)
@@ -245,7 +246,7 @@ def test_a_case_that_only_an_older_run_has_is_judged_by_it(
     )
     assert counted("--dpbench-save=all").ret == 0
     [path] = pytester.path.glob(".dpbench/*/0001_all.json")
-    document = json.loads(path.read_text())
+    document = parsed(path.read_bytes())
     for row in document["rows"]:
         row["value"] *= 0.5 if row["batch_size"] == 4 else 1
     document["session"]["regressed"] = True  # in another case, so it is no reference for that
@@ -278,7 +279,7 @@ def test_a_ratio_that_the_latest_run_lacks_is_judged_by_an_older_run(
     pytester.makepyfile(test_suite=SUITE)
     assert counted("--dpbench-save=all").ret == 0
     [path] = pytester.path.glob(".dpbench/*/0001_all.json")
-    document = json.loads(path.read_text())
+    document = parsed(path.read_bytes())
     for row in document["rows"]:
         row["value"] *= 2 if row["trainer"] == "standard" else 1
     path.write_text(json.dumps(document))

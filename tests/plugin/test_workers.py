@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import closing
 
 import pytest
@@ -11,6 +10,7 @@ from dpbench.core.gpu import Gpu
 from dpbench.core.grid import GRIDS
 from dpbench.plugin import workers
 from dpbench.plugin.workers import CaseScheduling, useful_workers, visible_names
+from dpbench.results.schema import parsed
 from dpbench.session_store import Request, SessionStore
 from tests.plugin.conftest import CONFTEST, RunSuite
 from tests.plugin.saved_runs import saved
@@ -60,7 +60,7 @@ def test_auto_workers_have_a_gpu_each_and_one_that_dies_takes_nothing_with_it(
     own = {name: text.removesuffix(" of 3,1") for name, text in used.items()}
     assert own == {"gw0": "3", "gw1": "1", "gw2": "3", "gw3": own[crashed]}
 
-    document = json.loads((pytester.path / "run.json").read_text())
+    document = parsed((pytester.path / "run.json").read_bytes())
     assert {row["batch_size"] for row in document["rows"]} == {2, 3, 4}
     run = saved(pytester.path, 1)
     assert {outcome.case.batch_size for outcome in run.outcomes} == {2, 3, 4}

@@ -17,14 +17,17 @@ from dpbench.core.files import write_text
 from dpbench.core.gpu import Gpu
 from dpbench.core.subject import Script
 from dpbench.results.conditions import environment
-from dpbench.results.kernels import OperatorCount
+from dpbench.results.kernels import OperatorCount, in_ranges, modules
 from dpbench.results.outcome import (
+    LISTS,
     Outcome,
     document,
+    document_text,
     trainer_summary,
 )
 from dpbench.results.rows import NO_HARDWARE, SCHEMA, STEP, Measurement
 from dpbench.results.run import Run
+from dpbench.results.schema import parsed
 from dpbench.show.outputs import markdown_tables, summary_tables, trainer_table
 from dpbench.show.view import TableOptions
 from tests.results.figures import any_text
@@ -333,7 +336,7 @@ def test_file_that_cannot_be_put_in_place_leaves_no_part(tmp_path: Path) -> None
 def test_json_file_holds_the_document(tmp_path: Path) -> None:
     outcomes = [ok("standard"), failed("dpsgd")]
     write_text(tmp_path / "run.json", run(outcomes).with_derived().text)
-    assert json.loads((tmp_path / "run.json").read_text()) == saved(*outcomes)
+    assert parsed((tmp_path / "run.json").read_bytes()) == saved(*outcomes)
 
 
 def test_markdown_holds_every_table() -> None:
@@ -354,3 +357,53 @@ def test_a_heavy_operator_of_another_library_is_named_below_the_first_table() ->
     (warning,) = [note for note in notes if note.startswith("WARNING")]
     assert "3% of the logical bytes are a guess from the schema of b.c" in warning
     assert Outcome.from_json(json.loads(json.dumps(outcome.as_json()))) == outcome
+
+
+NAMES = st.lists(
+    st.sampled_from(["a", "b", "0", "1", "2", "9", "10", "11"]), min_size=1, max_size=4
+)
+
+
+@given(st.lists(NAMES.map(".".join), min_size=1))
+def test_modules_in_ranges_are_the_modules(names: list[str]) -> None:
+    assert [*modules(in_ranges(names))] == names
+
+
+def test_layers_that_count_up_are_one_range() -> None:
+    names = [f"blocks.{n}.{part}.0" for part in ("up", "down") for n in range(24)]
+    assert in_ranges(names) == "blocks.0-23.up.0, blocks.0-23.down.0"
+    assert in_ranges(["0.0", "0.1", "1.0", "1.1"]) == "0.0-1, 1.0-1"
+
+
+SIZES = st.integers(0, 3)
+
+
+@given(
+    st.lists(
+        st.builds(
+            OperatorCount,
+            st.just("clip"),
+            any_text(),
+            *[SIZES] * 4,
+            module=NAMES.map(".".join),
+            line=any_text(),
+        )
+    )
+)
+def test_a_packed_document_is_the_document(operators: list[OperatorCount]) -> None:
+    written = document([replace(counted(), operators=tuple(operators)), ok()], {}, {})
+    again = parsed(document_text(written).encode())
+    assert {name: again[name] for name in LISTS} == {name: written[name] for name in LISTS}
+
+
+def test_a_text_of_many_entries_is_written_once() -> None:
+    operators = [
+        OperatorCount(
+            "clip", "aten.mul", 1, size, 0, 0, module=f"blocks.{n}", line="model.py:24 step"
+        )
+        for size in range(20)
+        for n in range(50)
+    ]
+    text = document_text(document([replace(counted(), operators=tuple(operators))], {}))
+    assert text.count("model.py:24 step") == text.count('"blocks.0-49"') == 1
+    assert len(text) < 4_000

@@ -70,7 +70,7 @@ def test_folder_is_named_after_the_device() -> None:
 def test_damaged_and_newer_files_are_named_and_passed_over(storage: Storage) -> None:
     storage.allocate("good", H200, text(2.0))
     cut = storage.allocate("cut", H200, text(3.0)[:-9])
-    newer = storage.allocate("newer", H200, text(4.0).replace('"schema": 2', '"schema": 99'))
+    newer = storage.allocate("newer", H200, text(4.0).replace('"schema": 3', '"schema": 99'))
     runs, skipped = storage.listing()
     assert [run.name for run in runs] == ["0001_good"]
     assert [str(path) in line for path, line in zip([cut, newer], skipped, strict=True)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from dpbench.core.grid import Grid
 from dpbench.core.registry import resolve
 from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.timing import Timing
+from dpbench.results.schema import parsed
 from tests.named import target
 from tests.workloads import digits
 
@@ -151,7 +151,7 @@ def test_set_given_twice_is_two_cases(tmp_path: Path, capsys: pytest.CaptureFixt
     file = tmp_path / "run.json"
     options = ["--batch-size=4", "--trainer=standard", "--trainer=dpsgd", "--instrument=logical"]
     assert main(["run", *named, *options, "--json", str(file)]) == 0
-    document = json.loads(file.read_text())
+    document = parsed(file.read_bytes())
     found = {(case["workload"], case["set"], case["seq_len"]) for case in document["cases"]}
     assert found == {("Digits", "image_size=8", 0), ("Digits", "image_size=9", 0)}
     assert {(row["set"], row["trainer"]) for row in document["ratios"]} >= {

@@ -64,7 +64,7 @@ from dpbench.instruments.logical.stand_ins import (
     UnsupportedOperation,
     with_positive_dims,
 )
-from dpbench.results.kernels import NO_FLOPS, NOT_COUNTED, OperatorCount
+from dpbench.results.kernels import NO_FLOPS, NOT_COUNTED, OperatorCount, numbers, unnumbered
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
 
 CONSTANT_ELEMENTS = 1024
@@ -398,7 +398,13 @@ def operator_counts(calls: Calls, steps: int = 1) -> tuple[OperatorCount, ...]:
         )
         for (phase, name, place), each in totals.items()
     ]
-    return tuple(sorted(counts, key=lambda count: -count.total_bytes))
+    return tuple(sorted(counts, key=_by_size))
+
+
+def _by_size(count: OperatorCount) -> tuple[Any, ...]:
+    """Return the key that sorts from most to least bytes, with layers that are alike in a row."""
+    names = count.phase, count.operator, count.line, unnumbered(count.module)
+    return -count.total_bytes, -count.read_bytes, *names, numbers(count.module)
 
 
 @contextmanager

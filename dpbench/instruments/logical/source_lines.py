@@ -39,7 +39,7 @@ class Place(NamedTuple):
     """The module and source line of an operator.
 
     Attributes:
-        module: name of the module, with ``*`` in place of numbers, as in ``blocks.*.linear``.
+        module: name of the module in the model, as in ``blocks.3.linear``.
         line: file, line and function, as in ``model.py:24 forward``.
     """
 
@@ -86,7 +86,7 @@ class PlaceFinder:
             with suppress(Exception):  # a model may override `named_modules`
                 for name, each in outer.named_modules():
                     plain = WRAPPERS.sub("", f"{name}.").strip(".") or type(each).__name__
-                    self._names.setdefault(id(each), re.sub(r"\b\d+\b", "*", plain))
+                    self._names.setdefault(id(each), plain)
         return self._names.get(id(inner), type(inner).__name__)
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import pandas as pd
 
 from dpbench.core.case import ALL_PHASES, AXES
 from dpbench.core.errors import ConfigurationError
-from dpbench.results.kernels import OperatorCount
 from dpbench.results.roofline import (
     BUSY,
     LAUNCH_BOUND,
@@ -382,7 +382,7 @@ def _time_of(
 
 # --- flame graph -----------------------------------------------------------------------------
 
-SMALLEST_BOX = 0.002
+SMALLEST_BOX = 0.0005
 """A box is drawn if its share of the bytes of the step is larger than this."""
 
 OUTSIDE_MODULES = "outside of modules"
@@ -414,9 +414,13 @@ def flames(data: PageData) -> Chart | None:
             if any(each.module or each.line for each in outcome.operators):
                 of_run = f", {run.name}" if len(data.runs) > 1 else ""
                 name = f"{outcome.case.id}{of_run}"
-                boxes = _boxes(outcome.operators)
-                panels[name] = _icicle(boxes)
-                lines += [(name, *place, size) for place, size in boxes.items() if len(place) == 4]
+                sizes: Counter[tuple[str, ...]] = Counter()
+                for each in outcome.operators:
+                    module = each.module or OUTSIDE_MODULES
+                    sizes[each.phase, module, each.operator, each.line] += int(each.total_bytes)
+                least = SMALLEST_BOX * sizes.total()
+                panels[name] = _icicle(_boxes(sizes, least))
+                lines += [(name, *place, size) for place, size in sizes.items() if size > least]
     if not panels:
         return None
     names = [name for name, _ in FLAME_COLUMNS.values()]
@@ -425,22 +429,21 @@ def flames(data: PageData) -> Chart | None:
     return Chart("flames", BY_OPERATOR, table, panels)
 
 
-def _boxes(operators: Iterable[OperatorCount]) -> dict[tuple[str, ...], float]:
+def _boxes(sizes: Mapping[tuple[str, ...], int], least: float) -> dict[tuple[str, ...], int]:
     """Return a dictionary from the path of each box to the bytes of the box.
 
-    The path of the step is ``()``. Paths below the step are ``(phase,)``, ``(phase, module)`` and
-    so on, down to the source line. Boxes that are too small to draw are left out.
+    The path of the step is ``()``. Paths below the step have a phase, each module that contains the
+    operator, the operator, and the source line. Boxes of at most ``least`` bytes are left out.
     """
-    boxes: dict[tuple[str, ...], float] = defaultdict(int)
-    for each in operators:
-        place = each.phase, each.module or OUTSIDE_MODULES, each.operator, each.line
-        for depth in range(5):
-            boxes[place[:depth]] += each.total_bytes
-    least = SMALLEST_BOX * boxes[()]
+    boxes: Counter[tuple[str, ...]] = Counter()
+    for (phase, module, *rest), size in sizes.items():
+        place = phase, *accumulate(module.split("."), "{}.{}".format), *rest
+        for depth in range(len(place) + 1):
+            boxes[place[:depth]] += size
     return {place: size for place, size in boxes.items() if size > least or not place}
 
 
-def _icicle(boxes: dict[tuple[str, ...], float]) -> Json:
+def _icicle(boxes: Mapping[tuple[str, ...], int]) -> Json:
     number = {place: str(at) for at, place in enumerate(boxes)}
     trace = {
         "type": "icicle",

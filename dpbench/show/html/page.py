@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -16,13 +17,14 @@ from plotly.offline import get_plotlyjs
 
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import printable
+from dpbench.core.subject import Subject, subject_from
 from dpbench.results.changes import kernel_changes, operator_changes
 from dpbench.results.conditions import differing_conditions
-from dpbench.results.gate import Gate
+from dpbench.results.gate import Comparison, Gate
 from dpbench.results.outcome import trainer_summary
 from dpbench.results.rows import COLUMNS, NO_HARDWARE, STEP
 from dpbench.results.run import Run
-from dpbench.show.comparison import amount, comparison_tables
+from dpbench.show.comparison import amount, change_cells, change_text, comparison_tables
 from dpbench.show.html.charts import (
     against_logical,
     busy,
@@ -35,8 +37,8 @@ from dpbench.show.html.charts import (
     step_times,
     time,
 )
-from dpbench.show.html.data import MEASURED, PageData, labelled, pivot
-from dpbench.show.html.figures import NAMES, Chart, times
+from dpbench.show.html.data import BYTES, KEYS, MEASURED, PageData, labelled, pivot
+from dpbench.show.html.figures import NAMES, Chart, cells, times
 from dpbench.show.layout import ABSENT, Shown, Table, gigabytes, step_milliseconds, written
 from dpbench.show.outputs import labels_text, trainer_table
 from dpbench.show.profile import kernel_tables, recorded_tables
@@ -45,11 +47,7 @@ from dpbench.show.view import TableOptions, column, usual_columns
 MOST = 20
 """The most lines in a table of kernels."""
 
-NEEDS_LOGICAL = (
-    "The page has no roofline and no comparison with logical bytes, because no run counted the "
-    "measured cases. dpbench run --instrument logical counts a case in seconds, without a GPU. "
-    "Then draw the new run together with these runs."
-)
+COUNTS = "dpbench run --instrument logical counts them, without a GPU"
 
 
 def page(runs: Sequence[Run], view: TableOptions) -> str:
@@ -68,11 +66,13 @@ def render(data: PageData) -> str:
     browser run only the two scripts of the page, and forbids requests to other addresses.
     """
     runs = data.runs
+    changed = changes(runs)
     return _template().render(
         title=", ".join(run.name for run in runs),
+        answers=[each.answer for each in changed] or [cost(data)],
         headline=headline(data),
         steps=steps(data),
-        changes=changes(runs),
+        changes=changed,
         charts=draw(data),
         trainers=trainers(runs),
         recorded=recorded(runs),
@@ -111,6 +111,35 @@ def draw(data: PageData) -> list[Chart]:
     return [chart for function in functions if (chart := function(data))]
 
 
+def cost(data: PageData) -> str:
+    """Say in a sentence what the case with the highest ratio of bytes costs, and where."""
+    most, what = data.ratios.nlargest(1, "ratio"), f"{data.bytes_name} bytes"
+    if most.empty:
+        return f"No ratio of {what} is known, because no case was run with {data.baseline}, too."
+    [(cell, _)], [case] = cells(most), most.to_dict("records")
+    own = data.summary.merge(most[KEYS])
+    timed = own[(own.metric == "step_time_seconds") & (own.phase == STEP)].ratio.dropna()
+    took = [*map("takes {:.2f} times its time".format, timed), "its time was not measured"]
+    said = f"{case['trainer']} moves {case['ratio']:.2f} times the {what} of {case['baseline']}"
+    by_phase = own[(own.metric == case["metric"]) & (own.phase != STEP)].nlargest(1, "value")
+    where = [
+        f"; {each['value'] / case['value']:.0%} of its bytes are in {each['phase']}, "
+        + _operator(data.runs, case["case"], each["phase"])
+        for each in by_phase.to_dict("records")
+    ]
+    return "".join([f"{cell}: {said}, and {took[0]}", *where, "."])
+
+
+def _operator(runs: Sequence[Run], case: Subject, phase: str) -> str:
+    """Name the operator that moves the most counted bytes in a phase of a case."""
+    sizes: Counter[str] = Counter()
+    for outcome in (each for run in runs for each in run.outcomes if each.case == case):
+        for count in outcome.operators:
+            sizes[count.operator] += int(count.total_bytes) * (count.phase == phase)
+    [(name, size)] = sizes.most_common(1) or [("", 0)]
+    return f"most by {name}" if size else f"by operators that were not counted ({COUNTS})"
+
+
 def headline(data: PageData) -> list[str]:
     """Write three numbers of cases: measured, counted without hardware, and failed."""
     cases = data.summary.drop_duplicates(["run", "case", "basis"])
@@ -121,8 +150,6 @@ def headline(data: PageData) -> list[str]:
         "failed": len(data.failed),
     }
     sentences = [f"{n} {'case' if n == 1 else 'cases'} {what}." for what, n in counts.items() if n]
-    if len(data.step_bytes(MEASURED)) and data.beside_logical.empty:
-        sentences.append(NEEDS_LOGICAL)
     return sentences if len(cases) else ["No number was measured or counted.", *sentences]
 
 
@@ -153,8 +180,9 @@ def steps(data: PageData) -> Table:
         numbers[f"{header}, GB" if shown.unit == "B" else header] = (shown.name, write)
     run: dict[str, Shown] = {"run": ("run", str)} if wide.run.nunique() > 1 else {}
     both: dict[str, Shown] = {"basis": ("basis", str)} if wide.basis.nunique() > 1 else {}
-    columns: dict[str, Shown] = {**run, **NAMES, **both, **numbers}
     known = wide.dropna(subset=[name for name, _ in numbers.values()], how="all")
+    names = {h: s for h, s in NAMES.items() if h == "trainer" or known[s[0]].nunique() > 1}
+    columns: dict[str, Shown] = {**run, **names, **both, **numbers}
     title = (
         "One step of each case: means over the steps, or medians for times; point at a number for "
         "all digits"
@@ -232,12 +260,14 @@ class Changes:
 
     Args:
         title: the names of the two runs.
+        answer: the change of a step in one sentence.
         grown: the operators and kernels whose bytes changed most.
         steps: tables that compare the metrics of whole steps.
         differences: other differences, such as versions, settings, code and machine.
     """
 
     title: str
+    answer: str
     grown: Table
     steps: Sequence[Table]
     differences: Sequence[str]
@@ -254,7 +284,23 @@ def _changes(before: Run, after: Run) -> Changes | None:
         return None
     differences = [printable(each) for each in differing_conditions(before, after)]
     title = f"{before.name} → {after.name}"
-    return Changes(title, _grown(before, after), comparison_tables(found), differences)
+    steps = comparison_tables(found)
+    return Changes(title, _answer(title, found), _grown(before, after), steps, differences)
+
+
+def _answer(title: str, found: Comparison) -> str:
+    """Say by how much the bytes of a step changed most, or its time if no bytes are known."""
+    rows = found.changes[found.changes.phase == STEP].dropna(subset="relative")
+    by_metric = (rows[rows.metric == name] for name in (*BYTES.values(), "step_time_seconds"))
+    steps = next((each for each in by_metric if len(each)), rows)
+    if steps.empty:
+        return f"{title}: no number of a step is known in both runs."
+    most = steps.sort_values("relative", key=abs).to_dict("records")[-1]
+    metric, _, old, new, relative, _ = change_cells(most)
+    what = metric.replace("_", " ").removesuffix(" seconds")
+    said = f"{title}: the {what} of {subject_from(most).id} changed by {relative}, {old} → {new}"
+    largest = [f"; most by {change_text(each)}" for each in found.largest[:1] if most["change"]]
+    return "".join([said, *largest, "."])
 
 
 def _grown(before: Run, after: Run) -> Table:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import resource
 import subprocess
 import sys
@@ -37,6 +36,7 @@ from dpbench.results.limits import Limit
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP
 from dpbench.results.run import Run
+from dpbench.results.schema import parsed
 from dpbench.training.phases import observed_step
 from dpbench.workloads.transformer import SimpleBigModel
 from tests.instruments.logical.cases import count, totals
@@ -250,7 +250,7 @@ def test_each_rank_of_a_script_has_what_it_sends_itself(
     assert ended.returncode == 0, ended.stdout + ended.stderr
     elements = {
         row["rank"]: row["value"] / F32
-        for row in json.loads(Path("run.json").read_text())["rows"]
+        for row in parsed(Path("run.json").read_bytes())["rows"]
         if (row["metric"], row["phase"]) == ("collective_bytes", STEP)
     }
     assert elements == {0: 1 + 10 + 2 * 10**4, 1: 10 + 100 + 1000, 2: 100 + 1000}

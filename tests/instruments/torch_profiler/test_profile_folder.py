@@ -28,6 +28,7 @@ from dpbench.instruments.torch_profiler.profile_folder import (
 )
 from dpbench.results.report import CaseReport
 from dpbench.results.rows import STEP
+from dpbench.results.schema import parsed
 from tests.replay_step import write_operators
 
 DATA = Path(__file__).parents[2] / "data" / "profile"
@@ -314,7 +315,7 @@ def test_a_rank_that_comes_last_has_waited_least(
     assert main([*RUN, f"--trainer={trainer}", "--json=run.json"]) == 0
     waited = {rank: float(ms) for rank, *_, ms in LINE.findall(capsys.readouterr().out)}
     assert waited["0"] > waited["1"]
-    rows = json.loads(Path("run.json").read_bytes())["rows"]
+    rows = parsed(Path("run.json").read_bytes())["rows"]
     spent = {
         row["rank"]: row["value"]
         for row in rows

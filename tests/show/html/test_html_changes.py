@@ -47,6 +47,35 @@ def test_the_largest_change_comes_first_with_its_module_and_line() -> None:
     ]
 
 
+def layer(number: int, size: int) -> OperatorCount:
+    return operator("aten.mul", size, module=f"blocks.{number}.up", line="model.py:24 forward")
+
+
+def test_layers_that_changed_alike_are_one_line_and_one_that_did_alone_keeps_its_number() -> None:
+    before = run("a", *(layer(n, 10) for n in range(12)))
+    alone = [layer(n, 30 if n == 3 else 10) for n in range(12)]
+    [line] = lines(changes([before, run("b", *alone)]))
+    assert line[4] == "blocks.3.up"
+    [line] = lines(changes([before, run("b", *(layer(n, 30) for n in range(12)))]))
+    assert (line[4], line[6:]) == ("blocks.0-11.up", ["0.1200 kB", "0.3600 kB"])
+
+
+def test_layers_of_a_run_from_before_they_had_numbers_are_compared() -> None:
+    before = run("a", operator("aten.mul", 20, module="blocks.*.up", line="model.py:24 forward"))
+    assert lines(changes([before, run("b", layer(0, 10), layer(1, 10))])) == []
+    [line] = lines(changes([before, run("b", layer(0, 10), layer(1, 15))]))
+    assert line[4] == "blocks.*.up"
+
+
+def test_two_runs_begin_with_what_changed() -> None:
+    before, after = run("a", MUL), run("b", replace(MUL, read_bytes=5 * 10**9))
+    page = render(PageData([before, after]))
+    said = "a → b: the logical bytes of dpsgd-bs8-seq256-1b-fp32 changed by +400.00%, "
+    said += "1.00 GB → 5.00 GB; most by aten.mul +4.00 GB, in blocks.*.up (model.py:24 forward)."
+    places = [page.index(part) for part in (said, 'id="changes"', 'id="overview"')]
+    assert places == sorted(places)
+
+
 def test_an_operator_that_only_moved_to_another_line_has_not_changed() -> None:
     moved = replace(CLONE, line="model.py:25 forward")
     [change] = changes([run("a", CLONE, MUL), run("b", moved, MUL)])
@@ -89,8 +118,17 @@ def test_a_box_is_as_wide_as_the_bytes_within_it() -> None:
     assert labels["blocks.*.up"] == labels["clip"] == 2 * 10**9
 
 
+def test_a_numbered_layer_has_a_box_of_its_name() -> None:
+    chart = flames(PageData([run("a", *(layer(n, 10) for n in range(12)))]))
+    assert chart
+    [figure] = chart.panels.values()
+    [trace] = figure["data"]
+    size = dict(zip(trace["labels"], trace["values"], strict=False))
+    assert [size[name] for name in ("blocks", "blocks.3", "blocks.3.up")] == [120, 10, 10]
+
+
 def test_small_boxes_are_left_out() -> None:
-    chart = flames(PageData([run("a", MUL, operator("aten.add", 10**6, **UP))]))
+    chart = flames(PageData([run("a", MUL, operator("aten.add", 10**5, **UP))]))
     assert chart
     assert "aten.mul" in str(chart.panels)
     assert "aten.add" not in str(chart.panels)

@@ -21,7 +21,7 @@ from dpbench.results.run import Run
 from dpbench.show.html import charts
 from dpbench.show.html.data import PageData, labelled
 from dpbench.show.html.figures import Chart, plain
-from dpbench.show.html.page import draw, exact, render
+from dpbench.show.html.page import cost, draw, exact, render
 
 ROOT = Path(__file__).parents[3]
 GRID1: Any = Run.load(ROOT / "tests/data/saved/grid1.json").document
@@ -257,3 +257,19 @@ def test_page_fetches_nothing_and_runs_only_its_own_scripts() -> None:
 def test_numbers_are_exact() -> None:
     assert exact(102569206784.0) == "102,569,206,784"
     assert exact(4.448000050615519e-05) == "4.448000050615519e-05"
+
+
+def test_the_page_begins_with_what_the_costliest_case_costs_and_where() -> None:
+    said = cost(ALONE)
+    assert said.startswith("1b fp32, batch 8 × sequence 256: dpsgd_fgc moves 4.9")
+    assert "and takes 2." in said
+    assert "of its bytes are in backward, by operators that were not counted (dpbench run" in said
+    assert said in " ".join(page_of(ALONE).text)
+    counted = cost(material(COUNTED))
+    assert "and its time was not measured" in counted
+    assert "No ratio of DRAM bytes" in cost(material(without("standard")))
+
+
+def without(trainer: str) -> dict[str, Any]:
+    parts = {part: [r for r in CELL[part] if r["trainer"] != trainer] for part in ("rows", "cases")}
+    return {**CELL, **parts}
