@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from dpbench import Case, InProcessInstrument
+from dpbench.commands import doctor
 from dpbench.core.gpu import clock_reader
 from dpbench.core.metrics import CLOCK_REASONS, SM_CLOCK
+from dpbench.core.settings import Settings
 from dpbench.instruments.cupti.cupti import Cupti
 from dpbench.instruments.timing import Timing, TimingRecorder
 from dpbench.training.phases import observed_step
@@ -17,12 +19,13 @@ from dpbench.training.phases import observed_step
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def readable() -> None:
     if not clock_reader(f"GPU-{torch.cuda.get_device_properties().uuid}")():
         pytest.skip("NVML does not tell the clocks of this GPU")
 
 
+@pytest.mark.usefixtures("readable")
 @pytest.mark.parametrize("kind", [Timing, Cupti])
 def test_each_timed_step_has_its_clocks(kind: type[InProcessInstrument], tmp_path: Path) -> None:
     rows = kind(tmp_path).measure(Case("fused", 4, 64, "tiny")).rows
@@ -32,6 +35,7 @@ def test_each_timed_step_has_its_clocks(kind: type[InProcessInstrument], tmp_pat
     assert {row.value for row in rows if row.metric in CLOCK_REASONS} <= {0.0, 1.0}
 
 
+@pytest.mark.usefixtures("readable")
 def test_steps_do_not_wait_for_their_clocks() -> None:
     recorder = TimingRecorder(3)
     torch.cuda.synchronize()
@@ -40,3 +44,8 @@ def test_steps_do_not_wait_for_their_clocks() -> None:
             torch.cuda._sleep(10**8)  # cycles, about 50 ms
         assert len(recorder.clocks) == (3 if step == 2 else 0)
     assert len(recorder.details()["clocks"]) == 3
+
+
+def test_an_operator_takes_microseconds_of_this_host(tmp_path: Path) -> None:
+    [finding] = doctor.launches(Settings(ncu_dir=tmp_path))
+    assert 3 < float(finding.detail.partition(" µs")[0]) < 200, finding
