@@ -33,8 +33,9 @@ class Timing(InProcessInstrument):
 class TimingRecorder(Recorder):
     """Records the seconds of each phase and, on a GPU, the peak memory and the clocks.
 
-    On a GPU, CUDA events measure the seconds. Clocks are read between steps, without a wait. So the
-    clocks of a step are those at the end of the first step at whose end the GPU has finished it.
+    On a GPU, CUDA events measure the seconds. Clocks are read between steps, and only the last
+    wanted step is waited for. So the clocks of a step are those at the end of the first step at
+    whose end the GPU has finished it.
 
     Attributes:
         clocks: for each step that the GPU has finished, what `clock_reader` reads.
