@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from dpbench.advice.footprint import Footprint, footprints, of_rank
-from dpbench.advice.predict import predict
+from dpbench.advice.predict import OPERATOR_SECONDS, predict
 from dpbench.core.case import BASELINE_TRAINER, Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.registry import TRAINERS, locate, resolve
@@ -80,6 +80,7 @@ def advise(
     gpu: str = "h200",
     memory: float | None = None,
     progress: Callable[[str], object] = lambda trainer: None,
+    operator_seconds: float = OPERATOR_SECONDS,
 ) -> Advice:
     """Count a step of each method, predict its time on a card, and choose a private method.
 
@@ -89,6 +90,7 @@ def advise(
         gpu: the name of a card whose peak rates dpbench knows.
         memory: the bytes of the GPU's memory; by default the memory of the card.
         progress: called with a trainer's name after the trainer's step was counted or refused.
+        operator_seconds: the CPU time for an operator outside CUDA graphs, in seconds.
 
     Raises:
         ConfigurationError: the card, its memory or a method is unknown.
@@ -115,7 +117,9 @@ def advise(
     moved = counted[rank].totals(lambda phase, operator, read, written, *_: {"": read + written})
     floor = moved[""] + counted[rank].first.norms
     rows = [
-        _row(counted[each], reachable(card), memory, floor) for each in cases if each in counted
+        _row(counted[each], reachable(card), memory, floor, operator_seconds)
+        for each in cases
+        if each in counted
     ]
     frame = _over_standard(pd.DataFrame(rows))
     ways = {each.trainer: ways for each, found in counted.items() if (ways := found.first.ways)}
@@ -125,7 +129,9 @@ def advise(
     return Advice(trainer, reason, frame, refused, ways)
 
 
-def _row(footprint: Footprint, card: Roofs, memory: float, floor: float) -> dict[str, Any]:
+def _row(
+    footprint: Footprint, card: Roofs, memory: float, floor: float, operator_seconds: float
+) -> dict[str, Any]:
     size = footprint.case.batch_size
     totals = footprint.totals(
         lambda phase, operator, read, written, flops, *_: {
@@ -134,7 +140,7 @@ def _row(footprint: Footprint, card: Roofs, memory: float, floor: float) -> dict
             "launches": 1,
         }
     )
-    seconds = predict(footprint, card)
+    seconds = predict(footprint, card, operator_seconds)
     is_standard = footprint.case.trainer == BASELINE_TRAINER
     return {
         "trainer": footprint.case.trainer,

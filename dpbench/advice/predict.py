@@ -10,15 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
 
-from dpbench.advice.footprint import Footprint
-from dpbench.core.case import ALL_PHASES
+from dpbench.advice.footprint import Counts, Footprint
+from dpbench.core.case import ALL_PHASES, BASELINE_TRAINER, Case
+from dpbench.core.gpu import visible_gpus
 from dpbench.core.names import parted, read_parameters
+from dpbench.instruments.timing import Timing
 from dpbench.results.roofline import Roofs
+from dpbench.results.rows import STEP
 
 OPERATOR_SECONDS = 25e-6
 """CPU time of PyTorch, Opacus and Python for an operator, in seconds. In launch-bound phases, whose
 busy share is below `dpbench.results.roofline.LAUNCH_BOUND`, measured times are 23 to 42 µs."""
+
+LAUNCH_BOUND_CASE = Case(BASELINE_TRAINER, batch_size=4, seq_len=16, model_size="1024x64x8x4")
+"""Case whose operators are so small that the GPU waits for their launches."""
 
 KERNEL_SECONDS = 5e-6
 """Seconds that a kernel is assumed to take in addition to the time of the roofline model. The GPU
@@ -59,8 +67,30 @@ class Seconds:
     predicted: float
 
 
-def predict(footprint: Footprint, card: Roofs) -> Seconds:
-    """Predict the times of a step on a card. The time of collectives is ignored."""
+def measured_operator_seconds(directory: Path) -> float | None:
+    """Measure the CPU time for an operator on this host, in seconds. Return None without a GPU.
+
+    This is the time of a step of `LAUNCH_BOUND_CASE` on the GPU, divided by the number of counted
+    operators. A log stays in ``directory``.
+
+    Raises:
+        DpbenchError: the step cannot be measured.
+    """
+    if not visible_gpus():
+        return None
+    rows = Timing(directory).measure(LAUNCH_BOUND_CASE).rows
+    steps = [r.value for r in rows if (r.metric, r.phase) == ("step_time_seconds", STEP)]
+    counted = Footprint(LAUNCH_BOUND_CASE, [Counts().of_step(LAUNCH_BOUND_CASE)])
+    return median(steps) / counted.totals(lambda *_: {"": 1})[""]
+
+
+def predict(
+    footprint: Footprint, card: Roofs, operator_seconds: float = OPERATOR_SECONDS
+) -> Seconds:
+    """Predict the times of a step on a card, from the CPU time for an operator.
+
+    The time of collectives is ignored.
+    """
     bands = read_parameters(parted(footprint.case.trainer)[1]).get("bands", 1)
     draws = int(bands) / 4  # random numbers to draw for each byte of a sum in float32
 
@@ -76,7 +106,7 @@ def predict(footprint: Footprint, card: Roofs) -> Seconds:
         return {
             ("roofline", phase): max(arithmetic, moving),
             ("kernels", phase): max(arithmetic / share, moving / BANDWIDTH_SHARE) + KERNEL_SECONDS,
-            ("launches", phase): 0.0 if footprint.first.in_graphs else OPERATOR_SECONDS,
+            ("launches", phase): 0.0 if footprint.first.in_graphs else operator_seconds,
         }
 
     times = footprint.totals(of_call)

@@ -11,7 +11,7 @@ import math
 import sys
 import time
 import traceback
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
@@ -41,11 +41,13 @@ class PhaseTimes:
         on_cuda: whether events are used, which do not make the CPU wait for the GPU.
         marks: for each change of phase, the step, the phase that begins, and a time or an event.
         step: number of the current step.
+        ends: the events at the ends of steps that `newly_finished` has not yet returned.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.on_cuda = device.type == "cuda"
         self.marks: list[tuple[int, str, Any]] = []
+        self.ends = deque[Any]()
         self.step = -1
 
     def start_step(self, phase: str = OUTSIDE) -> None:
@@ -62,6 +64,22 @@ class PhaseTimes:
 
     def end_step(self) -> None:
         self.switch("")
+        if self.on_cuda:
+            self.ends.append(self.marks[-1][2])
+
+    def newly_finished(self, *, wait: bool = False) -> int:
+        """Return how many steps the GPU has finished since the last call. On the CPU, return 0.
+
+        With ``wait``, wait for the GPU first. While a graph is captured, return 0.
+        """
+        if not self.ends or torch.cuda.is_current_stream_capturing():
+            return 0
+        if wait:
+            self.ends[-1].synchronize()
+        number = sum(1 for _ in takewhile(lambda end: end.query(), self.ends))
+        for _ in range(number):
+            self.ends.popleft()
+        return number
 
     @property
     def ranges(self) -> int:

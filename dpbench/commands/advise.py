@@ -22,15 +22,18 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from tqdm import tqdm
 
 from dpbench.advice.choice import MAX_BATCH, Advice, advise, parse_memory, with_measured
+from dpbench.advice.predict import OPERATOR_SECONDS, measured_operator_seconds
 from dpbench.commands.case_arguments import add_case, chosen_case
 from dpbench.commands.list import saved_run
 from dpbench.core import gpu
 from dpbench.core.case import AXES, Case
-from dpbench.core.errors import ConfigurationError
+from dpbench.core.errors import ConfigurationError, DpbenchError
 from dpbench.core.registry import TRAINERS, resolve_saved
 from dpbench.core.settings import axis_help, declare
 from dpbench.results.roofline import find_card, known_roofs
@@ -70,17 +73,32 @@ def run(options: argparse.Namespace) -> int:
     card, memory = _card(options, saved)
     memory = parse_memory(options.memory) if options.memory else memory
     name = find_card(card).name
+    operator_seconds, launch = _operator_seconds()
     failed = False
     for number, (case, measured) in enumerate(cells.items()):
         names = options.trainers or [*measured]
-        advice = _advice(case, names, card, memory)
+        advice = _advice(case, names, card, memory, operator_seconds)
         failed |= bool(options.trainers and advice.refused)
-        table = _table(case, advice, name, memory, saved)
+        table = _table(case, advice, name, memory, saved, launch)
         print("\n" * bool(number) + advice.reason + "\n\n" + as_text([table], terminal_width()))
     return int(failed)
 
 
-def _advice(case: Case, names: list[str], card: str, memory: float | None) -> Advice:
+def _operator_seconds() -> tuple[float, str]:
+    """Return the CPU time for an operator, and a text that says where it comes from."""
+    why = "no GPU is visible"
+    try:
+        with TemporaryDirectory() as folder:
+            if measured := measured_operator_seconds(Path(folder)):
+                return measured, f"{measured * 1e6:.0f} µs (measured on this host)"
+    except DpbenchError as error:
+        why = str(error)
+    return OPERATOR_SECONDS, f"{OPERATOR_SECONDS * 1e6:.0f} µs (assumed, because {why})"
+
+
+def _advice(
+    case: Case, names: list[str], card: str, memory: float | None, operator_seconds: float
+) -> Advice:
     """Return advice on a case. Show the progress if stderr is a terminal."""
     number = len(names or TRAINERS)
     with tqdm(total=number, unit="method", disable=None, file=sys.stderr) as bar:
@@ -89,7 +107,14 @@ def _advice(case: Case, names: list[str], card: str, memory: float | None) -> Ad
             bar.set_description(trainer)
             bar.update()
 
-        return advise(case, trainers=names, gpu=card, memory=memory, progress=counted)
+        return advise(
+            case,
+            trainers=names,
+            gpu=card,
+            memory=memory,
+            progress=counted,
+            operator_seconds=operator_seconds,
+        )
 
 
 def _card(options: argparse.Namespace, saved: Run | None) -> tuple[str, float | None]:
@@ -133,7 +158,9 @@ def _cells(saved: Run, options: argparse.Namespace) -> dict[Case, list[str]]:
     return cells
 
 
-def _table(case: Case, advice: Advice, card: str, memory: float | None, saved: Run | None) -> Table:
+def _table(
+    case: Case, advice: Advice, card: str, memory: float | None, saved: Run | None, launch: str
+) -> Table:
     frame = advice.frame
     if saved is not None:
         frame = with_measured(frame, saved.summary, case)
@@ -157,11 +184,14 @@ def _table(case: Case, advice: Advice, card: str, memory: float | None, saved: R
     card_text = f"{card} with {memory / 1e9:.3g} GB" if memory else card
     title = ", ".join([*title_parts({**case.columns, "trainer": ""}), card_text])
     return Table.of(
-        f"{title}: ÷ is the ratio to the standard step", frame, columns, _notes(advice, case)
+        f"{title}: ÷ is the ratio to the standard step",
+        frame,
+        columns,
+        _notes(advice, case, launch),
     )
 
 
-def _notes(advice: Advice, case: Case) -> Iterator[str]:
+def _notes(advice: Advice, case: Case, launch: str) -> Iterator[str]:
     standard = advice.frame.iloc[0]
     yield "Bytes, FLOP, launches and peak memory are counted. Roofline, launch, time are predicted."
     yield (
@@ -171,8 +201,8 @@ def _notes(advice: Advice, case: Case) -> Iterator[str]:
     )
     yield (
         "Least times: roofline is the time for the bytes or the arithmetic of each operator, at "
-        "the rates that the card reaches. Launch is 25 µs of CPU time for each operator outside "
-        "CUDA graphs."
+        f"the rates that the card reaches. Launch is {launch} of CPU time for each operator "
+        "outside CUDA graphs."
     )
     yield (
         "Floor: the bytes of a standard step, and the bytes that norms must read: the input and "

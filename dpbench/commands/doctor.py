@@ -422,6 +422,14 @@ def cupti(settings: Settings) -> Iterator[Diagnosis]:
     yield finding
 
 
+def launches(settings: Settings) -> Iterator[Diagnosis]:
+    """Tell the CPU time for an operator, from which ``dpbench advise`` predicts times here."""
+    from dpbench.advice.predict import measured_operator_seconds  # imports torch
+
+    if seconds := measured_operator_seconds(settings.ncu_dir / "doctor"):
+        yield Diagnosis("launches", OK, f"{seconds * 1e6:.0f} µs of CPU time for a small operator")
+
+
 def links(settings: Settings) -> Iterator[Diagnosis]:
     """Check that NVML counts a message to another GPU correctly, if there is another GPU."""
     if len(visible_gpus()) < 2:
@@ -450,6 +458,7 @@ CHECKS: tuple[Check, ...] = (
     ncu,
     counters,
     cupti,
+    launches,
     links,
 )
 """All checks, in the order in which they run. A check follows the checks on which it depends."""

@@ -34,7 +34,7 @@ from dpbench.core.metrics import METRICS
 from dpbench.core.settings import declare
 from dpbench.core.subject import subject_from
 from dpbench.results.conditions import differing_conditions
-from dpbench.results.gate import limited
+from dpbench.results.gate import clock_notes, limited
 from dpbench.results.limits import Limit
 from dpbench.results.rows import NUMBER
 from dpbench.results.run import Run
@@ -129,6 +129,7 @@ def _table(entries: Sequence[tuple[Run, list[str]]], rows: list[Any], limit: Lim
         value = amount(row["value"], row["unit"], most)
         cells.append([*labels, commit, value, change, VERDICTS[verdict]])
         differ = [each for each in differing_conditions(before, run) if each[:7] != "commit "]
+        differ += clock_notes(level, row)
         if differ or verdict is not False:
             notes.append(f"{labels[0]}: {'; '.join(differ) or 'no other difference is known'}")
         level, before = row if verdict else level, run

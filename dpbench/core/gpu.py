@@ -17,6 +17,7 @@ from typing import Any
 
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import Locked, locked
+from dpbench.core.metrics import CLOCK_REASONS, SM_CLOCK
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,40 @@ def select(gpus: list[Gpu], visible: str | None, mig: Mapping[str, Gpu] | None =
             break
         chosen += fitting
     return chosen
+
+
+def clock_reader(uuid: str) -> Callable[[], dict[str, float]]:
+    """Return a function that reads the SM clock of a GPU in Hz, and what limits it, by metric.
+
+    The function takes about 0.1 ms. It reads no metrics if NVML refuses, as for MIG slices.
+    """
+    import pynvml as nvml
+
+    def read() -> dict[str, float]:
+        with suppress(nvml.NVMLError):
+            hertz = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM) * 1e6
+            reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
+            return {SM_CLOCK: hertz, **limited_by(reasons)}
+        return {}
+
+    try:
+        nvml.nvmlInit()
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+    except nvml.NVMLError:
+        return dict
+    return read
+
+
+def limited_by(reasons: int) -> dict[str, float]:
+    """Return for each metric in `CLOCK_REASONS` 1 if NVML's bit mask has the reason, else 0."""
+    import pynvml as nvml
+
+    return {
+        metric: float(
+            any(reasons & getattr(nvml, f"nvmlClocksEventReason{each}") for each in names)
+        )
+        for metric, names in CLOCK_REASONS.items()
+    }
 
 
 SESSION_GPUS = "DPBENCH_GPUS"

@@ -164,7 +164,7 @@ class Metric(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
 
     @property
     def unit(self) -> str:
-        """Unit of the metric's values: ``B``, ``s``, ``1/s``, ``J``, ``W`` or ``1``."""
+        """Unit of the metric's values: ``B``, ``s``, ``1/s``, ``Hz``, ``J``, ``W`` or ``1``."""
         return unit(self.name)
 
     @property
@@ -277,9 +277,16 @@ class Metric(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
         return self._counted.scale * sum(signs.get(n, 1) * counted[n] for n in self.counters)
 
 
-_UNIT = re.compile(r"(_total)?_(bytes|seconds|joules|watts)$|_per_second$")
+_UNIT = re.compile(r"(_total)?_(bytes|seconds|hz|joules|watts)$|_per_second$")
 
-UNITS = {"_bytes": "B", "_seconds": "s", "_per_second": "1/s", "_joules": "J", "_watts": "W"}
+UNITS = {
+    "_bytes": "B",
+    "_seconds": "s",
+    "_per_second": "1/s",
+    "_hz": "Hz",
+    "_joules": "J",
+    "_watts": "W",
+}
 """Maps the last part of a metric's name to the metric's unit."""
 
 
@@ -479,6 +486,21 @@ _nsys = partial(_hidden, by=("nsys",), table="Nsight Systems")
 _VALUE: tuple[Shown, ...] = ("value",)
 _AND_RATIO: tuple[Shown, ...] = (*SHOWN, "ratio")
 
+SM_CLOCK = "sm_clock_hz"
+
+POWER_CAP = "power_cap"
+"""Products of large matrices reach a card's power cap in normal use. Clocks are not called lowered
+if this is the only reason in `CLOCK_REASONS`."""
+
+CLOCK_REASONS: Mapping[str, tuple[str, ...]] = {
+    "thermal_slowdown": ("HwThermalSlowdown", "SwThermalSlowdown"),
+    "hardware_slowdown": ("HwSlowdown",),
+    "power_brake": ("HwPowerBrakeSlowdown",),
+    "clock_setting": ("ApplicationsClocksSetting", "DisplayClockSetting"),
+    POWER_CAP: ("SwPowerCap",),
+}
+"""Metrics of the reasons that limit the clocks of a step, with the names that NVML gives them."""
+
 OTHER_COPIES = "memcpy_other_bytes"
 """Bytes of copies whose direction the trace does not name, e.g. between GPUs. A run without such
 copies has no rows of this metric."""
@@ -530,6 +552,11 @@ METRICS = Metrics((
     _hidden("flops", "GFLOP", _LOGICAL, giga=True),
     _hidden("samples_per_second", "samples\nper s", _TIMED, Timed(), ranks="sum",
             higher_is_better=True),
+    # The SM clock at the end of a step, and 1 for each reason why it is not higher, else 0.
+    _hidden(SM_CLOCK, "SM clock\nGHz", _TIMED, Timed(), ranks="mean", giga=True, throughput=False,
+            higher_is_better=True),
+    *(_hidden(reason, by=_TIMED, how=Peak(), repeats="mean", throughput=False)
+      for reason in CLOCK_REASONS),
     # Duration of a range by the GPU's clock, with synchronization at both ends.
     _hidden("range_time_seconds", "range\nms", _CUPTI,
             Counters(("gpu__time_duration.sum",), 1e-9), repeats="median", ranks="max"),

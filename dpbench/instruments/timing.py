@@ -10,6 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dpbench.child.recorder import Recorder, device_and_torch, on_cuda
+from dpbench.core.gpu import clock_reader
 from dpbench.core.metrics import unit
 from dpbench.core.subject import Subject
 from dpbench.instruments.in_process import InProcessInstrument
@@ -30,9 +31,14 @@ class Timing(InProcessInstrument):
 
 
 class TimingRecorder(Recorder):
-    """Records the seconds of each phase and, on a GPU, the peak memory.
+    """Records the seconds of each phase and, on a GPU, the peak memory and the clocks.
 
-    On a GPU, CUDA events measure the seconds.
+    On a GPU, CUDA events measure the seconds. Clocks are read between steps, and only the last
+    wanted step is waited for. So the clocks of a step are those at the end of the first step at
+    whose end the GPU has finished it.
+
+    Attributes:
+        clocks: for each step that the GPU has finished, what `clock_reader` reads.
     """
 
     peak: int | None = None  # bytes; None on the CPU, and until the recorder is closed
@@ -44,12 +50,23 @@ class TimingRecorder(Recorder):
         from dpbench.child.case import PhaseTimes
 
         times = PhaseTimes(torch.device("cuda" if on_cuda() else "cpu"))
+        self.clocks: list[dict[str, float]] = []
         if times.on_cuda:
             torch.cuda.reset_peak_memory_stats()
+            self._read = clock_reader(f"GPU-{torch.cuda.get_device_properties().uuid}")
         return times
+
+    def end_step(self) -> None:
+        super().end_step()
+        self._read_clocks()
+
+    def _read_clocks(self, *, wait: bool = False) -> None:
+        if number := self.listener.newly_finished(wait=wait):
+            self.clocks += [self._read()] * number
 
     def close(self) -> None:
         if self.observed and self.peak is None:
+            self._read_clocks(wait=self.finished)  # before the GPU rests
             self.peak = self._peak()  # before the script allocates more
         super().close()
 
@@ -64,8 +81,11 @@ class TimingRecorder(Recorder):
         return median(sum(step.values()) for step in self.listener.seconds())
 
     def details(self) -> dict[str, Any]:
+        seconds = self.listener.seconds(wait=self.wait)[: self.observed]
+        self._read_clocks()
         return {
-            "phase_seconds": self.listener.seconds(wait=self.wait)[: self.observed],
+            "phase_seconds": seconds,
+            "clocks": self.clocks[: len(seconds)],
             "ranges": self.listener.ranges,
             "peak_memory_bytes": self._peak() if self.peak is None else self.peak,
         }
@@ -77,9 +97,9 @@ class TimingRecorder(Recorder):
 def timing_rows(
     case: Subject, details: Mapping[str, Any], sizes: Sequence[int] = ()
 ) -> list[Measurement]:
-    """Return rows of the time of each phase and step, samples per second and peak memory.
+    """Return rows of the time of each phase and step, samples per second, clocks and peak memory.
 
-    A run on the CPU has no row of peak memory.
+    A run on the CPU has no row of clocks or peak memory.
 
     Args:
         case: the case, script or function.
@@ -98,6 +118,8 @@ def timing_rows(
     if sizes:
         rate = sum(sizes) / sum(total for phase, _, total, _ in values if phase == STEP)
         values.append((STEP, "samples_per_second", rate, 0))
+    for repeat, clocks in enumerate(details.get("clocks", ())):
+        values += [(STEP, metric, value, repeat) for metric, value in clocks.items()]
     if details["peak_memory_bytes"] is not None:
         values.append((STEP, "peak_memory_bytes", details["peak_memory_bytes"], 0))
     where = details["device"], f"torch {details['torch']}"

@@ -106,8 +106,25 @@ def limited(run: Run, *, ratios: bool = True) -> pd.DataFrame:
         "steps",
         "steps_present",
         "ranks",
+        "sm_clock",
+        "lowered",
     ]
     return rows.loc[(rows.kind == "value") | is_ratio, columns]
+
+
+CLOCKS_DIFFER = 0.05
+"""If the SM clocks of two times differ by more than this share, a comparison says so."""
+
+
+def clock_notes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Return phrases on lowered and on different clocks, from two rows of `limited`."""
+    low = [row["lowered"] or "no" for row in (before, after)]
+    notes = [f"lowered clocks: {' -> '.join(low)}"] if low != ["no", "no"] else []
+    if abs(after["sm_clock"] / before["sm_clock"] - 1) > CLOCKS_DIFFER:  # False if one is NaN
+        notes.append(
+            f"SM clock {before['sm_clock'] / 1e9:.2f} -> {after['sm_clock'] / 1e9:.2f} GHz"
+        )
+    return notes
 
 
 def other_baseline(before: Run, after: Run) -> str:
@@ -368,10 +385,19 @@ class Gate:
         differences = [*differing_conditions(before, after), other_baseline(before, after)]
         if any(differences):
             yield f"different from {before.name}: {'; '.join(filter(None, differences))}"
+        yield from self._clocks()
         if before.status != COMPLETE:
             yield f"{before.name} was interrupted, so it has only the cases finished until then"
         elif before.verdict != COMPLETE:
             yield f"{before.name} did not pass its own comparison: its verdict is {before.verdict}"
+
+    def _clocks(self) -> Iterator[str]:
+        """Yield a note for each case whose times were compared at lowered or different clocks."""
+        times = (self.compared.metric == "step_time_seconds") & (self.compared.phase == STEP)
+        for case, row in _by_case(self.compared[times].dropna(subset=["before", "after"])):
+            new = {name: row[f"{name}_new"] for name in ("sm_clock", "lowered")}
+            if notes := clock_notes(row, new):
+                yield f"{case.id}: {'; '.join(notes)}"
 
     def _regression(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return a number that exceeds its limit, with what changed most."""

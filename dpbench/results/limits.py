@@ -39,9 +39,9 @@ _SCALES = {
 _NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _SPEC = re.compile(rf"([^:@]+)(?:@([^:@]+))?:(±|\+-)?\s*({_NUMBER}[^\d+]*)(?:\+({_NUMBER}.*))?")
 
-VARYING = ("_seconds", "_cycles", "_per_second", "_joules", "_watts", "_share")
+VARYING = ("_seconds", "_cycles", "_per_second", "_hz", "_joules", "_watts", "_share")
 """Suffixes of metrics that vary between runs of the same code on the same machine. These metrics
-are times, cycles, rates, energy, power and shares."""
+are times, cycles, rates, clocks, energy, power and shares."""
 
 STUDENT = (12.7, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 """Student's t for 95 % confidence intervals of the mean, for 1, 2, …, 9 degrees of freedom. If the

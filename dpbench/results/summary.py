@@ -15,7 +15,18 @@ import pandas as pd
 
 from dpbench.core.case import AXES, BASELINE_TRAINER, Case
 from dpbench.core.errors import ConfigurationError
-from dpbench.core.metrics import DERIVED, LARGEST_SPREAD, METRICS, Kind, Share, derived_name
+from dpbench.core.metrics import (
+    CLOCK_REASONS,
+    DERIVED,
+    LARGEST_SPREAD,
+    METRICS,
+    POWER_CAP,
+    SM_CLOCK,
+    Kind,
+    Share,
+    Timed,
+    derived_name,
+)
 from dpbench.core.subject import Script, Subject, samples_poisson, subject_from
 from dpbench.results.kernels import ADDED_UP, KernelCount
 from dpbench.results.rows import (
@@ -70,9 +81,12 @@ def summary(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFra
         - ``has_baseline``: true if the same device has rows of the same case with the baseline.
         - ``in_cache``: true if the step moves fewer DRAM bytes than `IN_CACHE_BYTES`.
         - ``timed_by``: the instrument that measured the time of a throughput.
+        - ``sm_clock`` and ``lowered``: for times, the SM clock in Hz of the timed steps, and what
+          lowered it, such as ``thermal slowdown in 3 of 8 steps``; NaN and "" if unknown.
     """
     rows = with_logical(_with_ratios(aggregate(frame), baseline))
     rows["over_one_gpu"] = _over_one_gpu(rows)
+    rows = _with_clocks(rows)
     preferred = rows.index.isin(of_one_instrument(rows).index)
     rows = rows.assign(of="", kind="value", timed_by="", preferred=preferred)
     parts = [
@@ -143,6 +157,19 @@ def _with_ratios(rows: pd.DataFrame, baseline: str) -> pd.DataFrame:
         baseline=baseline,
         ratio_steps=rows.steps.where(~(baseline_steps < rows.steps), baseline_steps),
     )
+
+
+def _with_clocks(rows: pd.DataFrame) -> pd.DataFrame:
+    """Add ``sm_clock`` and ``lowered`` to rows of times by the instrument that read the clocks."""
+    on = [*OF_CASE, "instrument"]
+    timed = rows.metric.isin([m.name for m in METRICS.values() if isinstance(m.how, Timed)])
+    why = rows[rows.metric.isin({*CLOCK_REASONS} - {POWER_CAP}) & (rows.value > 0)]
+    steps = (why.value * why.steps).round().astype(int).astype(str) + " of " + why.steps.astype(str)
+    texts = why.assign(value=why.metric.str.replace("_", " ") + " in " + steps + " steps")
+    by_case = texts.groupby(on, sort=False, as_index=False).agg({"value": ", ".join})
+    lowered = rows[on].merge(by_case, "left", on).value.fillna("").to_numpy()
+    clocks = lookup(rows, rows[rows.metric == SM_CLOCK], on)
+    return rows.assign(sm_clock=clocks.where(timed), lowered=np.where(timed, lowered, ""))
 
 
 def divided(values: pd.Series[float], divisors: pd.Series[float]) -> pd.Series[float]:

@@ -372,6 +372,10 @@ def _notes(group: Group, columns: list[Metric], view: TableOptions) -> Iterator[
         yield f"Over {ranks:.0f} ranks: {how}."
     elif ((rows.device == NO_HARDWARE) & (rows.gpus > 1)).any():
         yield "Only the first rank of each case is counted, so no number is a sum over ranks."
+    lowered = rows[(rows.metric == "step_time_seconds") & (rows.lowered != "")]
+    if len(lowered):
+        listed = "; ".join(f"{row.label} by {row.lowered}" for row in lowered.itertuples())
+        yield f"WARNING: clocks were lowered: {listed}."
     if uneven := [*_uneven(group, columns)]:
         yield f"Ranks differ, largest ÷ mean: {', '.join(uneven)}."
     if not any(c.kind == "spread" for c in columns) and (spreads := [*_spreads(group, columns)]):

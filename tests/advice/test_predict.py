@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from dpbench.advice.predict import (
     DRAWN_OPERATIONS,
     KERNEL_SECONDS,
     OPERATOR_SECONDS,
+    measured_operator_seconds,
     predict,
 )
 from dpbench.core.case import Case
+from dpbench.core.gpu import visible_gpus
 from dpbench.results.roofline import CARDS, find_card, reachable
 
 H200 = reachable(find_card("h200"))
@@ -36,6 +39,16 @@ def test_bytes_take_at_least_their_time_at_the_bandwidth_of_a_copy() -> None:
     seconds = predict(step(call(size=10**12)), H200)
     assert seconds.roofline == pytest.approx(1e12 / H200.bandwidth)
     assert seconds.predicted == pytest.approx(seconds.roofline / BANDWIDTH_SHARE + KERNEL_SECONDS)
+
+
+def test_launches_take_the_time_of_the_host() -> None:
+    seconds = predict(step(call(times=100)), H200, operator_seconds=1e-4)
+    assert seconds.launches == seconds.predicted == pytest.approx(1e-2)
+
+
+@pytest.mark.skipif(bool(visible_gpus()), reason="a GPU is visible")
+def test_without_a_gpu_no_time_is_measured(tmp_path: Path) -> None:
+    assert measured_operator_seconds(tmp_path) is None
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,15 @@ def test_the_first_line_says_what_to_use_and_a_table_why(
     assert "Bytes, FLOP, launches and peak memory are counted." in " ".join(lines)
 
 
+def test_the_time_for_launches_is_said_to_be_assumed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main(["advise", *SMALL, "--trainer=dpsgd", "--gpu=h100"]) == 0
+    said = "Launch is 25 µs (assumed, because no GPU is visible) of CPU time for each operator"
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

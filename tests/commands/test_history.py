@@ -11,6 +11,7 @@ from dpbench.commands.cli import main
 from dpbench.results.conditions import code_state
 from dpbench.results.storage import Storage
 from tests.commands.seeded import Repository, run_of
+from tests.results.figures import timed_run
 
 CASE = "dpsgd-bs4-seq64-tiny-fp32"
 
@@ -91,6 +92,16 @@ def test_a_time_has_changed_if_its_steps_do_not_overlap(
     assert main(["history", "step_time_seconds"]) == 0
     verdicts = ["-", "-", "ambiguous", "changed", "-", "ambiguous"]
     assert [line[-1] for line in lines(capsys)] == verdicts
+
+
+def test_a_time_at_lowered_clocks_has_a_note(
+    storage: Storage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for run in (timed_run(1.98e9, 0), timed_run(1.2e9, 0x20)):
+        storage.allocate("run", None, run.text)
+    assert main(["history", "step_time_seconds"]) == 0
+    note = "0002: lowered clocks: no -> thermal slowdown in 1 of 1 steps; SM clock 1.98 -> 1.20 GHz"
+    assert capsys.readouterr().out.splitlines()[-1] == note
 
 
 def test_each_case_has_a_table(storage: Storage, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,8 @@ from dpbench.core.files import Locked, locked
 from dpbench.core.gpu import (
     Gpu,
     chip_of,
+    clock_reader,
+    limited_by,
     lock_gpu,
     lock_gpus,
     require_gpu,
@@ -277,3 +279,27 @@ def _is_free(path: Path) -> bool:
 )
 def test_chip_with_counters_of_its_own_is_named(capability: tuple[int, int], chip: str) -> None:
     assert chip_of(*capability) == chip
+
+
+# --- clocks ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reasons", "metrics"),
+    [
+        (pynvml.nvmlClocksEventReasonNone, []),
+        (pynvml.nvmlClocksEventReasonGpuIdle, []),
+        (pynvml.nvmlClocksEventReasonSwPowerCap, ["power_cap"]),
+        (pynvml.nvmlClocksEventReasonSwThermalSlowdown, ["thermal_slowdown"]),
+        (0x8 | 0x40, ["thermal_slowdown", "hardware_slowdown"]),
+        (pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown, ["power_brake"]),
+        (pynvml.nvmlClocksEventReasonApplicationsClocksSetting, ["clock_setting"]),
+        (pynvml.nvmlClocksEventReasonDisplayClockSetting, ["clock_setting"]),
+    ],
+)
+def test_nvmls_reasons_are_metrics(reasons: int, metrics: list[str]) -> None:
+    assert [name for name, present in limited_by(reasons).items() if present] == metrics
+
+
+def test_clocks_that_nvml_refuses_are_left_out() -> None:
+    assert clock_reader("GPU-none")() == {}

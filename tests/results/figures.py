@@ -10,7 +10,11 @@ import pandas as pd
 from hypothesis import strategies as st
 
 from dpbench.core.case import Case
+from dpbench.core.gpu import limited_by
+from dpbench.instruments.timing import timing_rows
+from dpbench.results.outcome import COMPLETE, Outcome
 from dpbench.results.rows import STEP, Measurement
+from dpbench.results.run import Run
 from dpbench.results.summary import own_values, summary, to_frame
 from dpbench.show.layout import Table
 from dpbench.show.tables import tables
@@ -113,3 +117,17 @@ def by_phase(trainer: str, **phases: float) -> list[Measurement]:
         ),
         *rows(trainer, dram(sum(phases.values()) * GB)),
     ]
+
+
+def timed_run(hertz: float, *reasons: int, name: str = "run") -> Run:
+    """A run of a step for each bit mask of NVML's reasons, at an SM clock."""
+    case = Case("fused", 8, 256)
+    record = {
+        "device": "H200",
+        "torch": "2.13",
+        "phase_seconds": [{"forward": 0.1}] * len(reasons),
+        "clocks": [{"sm_clock_hz": hertz, **limited_by(mask)} for mask in reasons],
+        "peak_memory_bytes": None,
+    }
+    outcome = Outcome(case, tuple(timing_rows(case, record)), instruments=("timing",))
+    return Run.of(name, [outcome], session={"status": COMPLETE})

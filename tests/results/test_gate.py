@@ -18,6 +18,7 @@ from dpbench.results.limits import Limit
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
 from dpbench.results.run import Run
+from tests.results.figures import timed_run
 from tests.results.verdicts import failures
 
 RUNS = Path(__file__).parents[1] / "data/saved"
@@ -324,6 +325,26 @@ def test_reference_that_did_not_pass_is_said_to_be_one() -> None:
     before = changed(name="before", regressed=True)
     assert verdict(GRID1, before=before).notes == [
         "before did not pass its own comparison: its verdict is regressed"
+    ]
+
+
+def test_times_at_lowered_or_other_clocks_are_not_compared_silently() -> None:
+    usual, lowered = timed_run(1.98e9, 0, 0x4), timed_run(1.9e9, 0, 0x8)
+    assert verdict(usual, before=usual).notes == []
+    assert verdict(lowered, before=usual).notes == [
+        "fused-bs8-seq256-1b-fp32: lowered clocks: no -> hardware slowdown in 1 of 2 steps"
+    ]
+    assert verdict(usual, before=timed_run(1.41e9, 0, 0)).notes == [
+        "fused-bs8-seq256-1b-fp32: SM clock 1.41 -> 1.98 GHz"
+    ]
+
+
+def test_a_run_without_clocks_is_compared_with_one_at_lowered_clocks() -> None:
+    lowered = timed_run(1.9e9, 0x8, 0x8)
+    rows = lowered.frame[lowered.frame.metric == "step_time_seconds"].to_dict("records")
+    old = replace(lowered, document={**lowered.document, "rows": rows})
+    assert verdict(lowered, before=old).notes == [
+        "fused-bs8-seq256-1b-fp32: lowered clocks: no -> hardware slowdown in 2 of 2 steps"
     ]
 
 

@@ -22,6 +22,7 @@ from tests.results.figures import (
     notes,
     rows,
     tables_of,
+    timed_run,
 )
 
 # --- the step --------------------------------------------------------------------------------
@@ -191,6 +192,16 @@ def test_counter_asked_for_by_its_own_name_is_shown_as_the_tool_gives_it() -> No
     assert table.cells == [
         ["dpsgd-bs16-seq1024-1b-fp32", "lts__t_sectors.sum", "1.23457e+06 sector"]
     ]
+
+
+def test_steps_at_lowered_clocks_are_told_but_not_the_power_cap() -> None:
+    run = timed_run(1.2e9, 0x20, 0x4, 0x20 | 0x2)
+    [line] = [note for note in tables(run.summary)[0].notes if "clocks" in note]
+    assert line == (
+        "WARNING: clocks were lowered: fused by thermal slowdown in 2 of 3 steps, "
+        "clock setting in 1 of 3 steps."
+    )
+    assert "clocks" not in "".join(tables(timed_run(1.9e9, 0x4).summary)[0].notes)
 
 
 def test_script_has_a_table_of_times_by_phase_and_its_place_alone_as_title() -> None:
