@@ -15,11 +15,16 @@ TABLES: dict[str, Callable[..., str]] = {}
 
 
 class Place(NamedTuple):
-    """A file of results, and a cell (batch size × sequence length) and a precision in the file."""
+    """A file of results, and a cell (batch size × sequence length) and a precision in the file.
+
+    Attributes:
+        standard: the file with the standard trainer, if it is another.
+    """
 
     file: str
     cell: str = ""
     precision: str = "fp32"
+    standard: str = ""
 
     @property
     def axes(self) -> dict[str, object]:
@@ -61,7 +66,8 @@ def metric(name: str, scale: float = 1.0) -> Metric:
     """Return a function that reads the metric ``name`` of a run, and multiplies it by ``scale``."""
 
     def read(place: Place, trainer: str, phase: str = "step") -> float:
-        return scale * value(place.file, name, phase, trainer=trainer, **place.axes)
+        file = place.standard if place.standard and trainer == "standard" else place.file
+        return scale * value(file, name, phase, trainer=trainer, **place.axes)
 
     return read
 

@@ -28,6 +28,8 @@ from bench.cells import (
 from bench.runs import RESULTS, counted, value
 
 METHODS = by_length("methods")
+COMPILED = [place._replace(standard=f"compiled-{place.file}") for place in METHODS[2:]]
+"""Places whose standard step is compiled."""
 PLACES = [
     *METHODS,
     *(Place("cupti-grid1-1", cell) for cell in ("16x256", "16x1024")),
@@ -83,8 +85,10 @@ def step(*trainers: str) -> str:
 
 @table
 def methods() -> str:
-    """Return the cost of every built-in trainer in four cells."""
-    return by_trainer({place.shown: place for place in METHODS}, (*PRIVATE, *OWN))
+    """Return the cost of every built-in trainer in four cells, and divided by a compiled step."""
+    places = {place.shown: place for place in METHODS}
+    places |= {f"{place.shown}, compiled": place for place in COMPILED}
+    return by_trainer(places, (*PRIVATE, *OWN))
 
 
 @table
@@ -131,14 +135,16 @@ def idle_ms(place: Place, trainer: str) -> float:
 
 @table
 def models() -> str:
-    """Return the cost of Opacus's trainers on other models, at fp32."""
-    return by_place({name: Place(file) for file, name in MODELS.items()}, PRIVATE)
+    """Return the cost of private trainers on other models, at fp32."""
+    return by_place({name: Place(file) for file, name in MODELS.items()}, (*PRIVATE, "fused"))
 
 
 @table
 def tuning() -> str:
     """Return the cost of training at bf16: with LoRA or all parameters, and with AdamW or SGD."""
     places = {name: Place(file, precision="bf16") for file, name in TUNING.items()}
+    name = TUNING["adamw-1024"]
+    places[f"{name}, compiled"] = places[name]._replace(standard="compiled-adamw-1024")
     return by_place(places, ("dpsgd", "dpsgd_ghost", "fused"))
 
 

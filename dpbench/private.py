@@ -36,6 +36,10 @@ Losses = Callable[[Any, Any], Tensor]
 
 ACCOUNTANTS = ("prv", "rdp", "gdp")
 
+ROOM = 2
+"""How many standard deviations above their mean the sizes of batches that are trained at once are.
+Half of all Poisson batches are larger than the mean, and each of them would be divided into two."""
+
 
 def make_private(
     model: nn.Module,
@@ -68,7 +72,7 @@ def make_private(
         target_delta: the δ of ``target_epsilon``.
         epochs: number of epochs for ``target_epsilon``. An epoch has ``len(private.loader)`` steps.
         physical_batch_size: the largest number of examples that `Private.step` trains at once. It
-            changes memory and time only. None for ``batch_size``.
+            changes memory and time only. None for room for nearly every batch, see `ROOM`.
         loss_reduction: ``mean`` or ``sum``: what the loss of the usual loop is over a batch.
             `Private.step` ignores it.
         accountant: ``prv``, ``rdp`` or ``gdp``, see Opacus.
@@ -125,7 +129,9 @@ def make_private(
         parallel="ddp" if ranks > 1 else "none",
         seed=seed,
     )
-    trainer.part_size = min(physical_batch_size or batch_size, batch_size // ranks)
+    usual = batch_size // ranks
+    room = math.ceil(usual + ROOM * math.sqrt(usual))
+    trainer.part_size = min(physical_batch_size or room, room, len(dataset))
     scales = loss_reduction == "mean"
     return Private(trainer, loader, sampler, create_accountant(accountant), scales=scales)
 

@@ -408,6 +408,14 @@ def test_parts_must_all_be_trained() -> None:
             pass
 
 
+def test_few_batches_have_more_than_one_part() -> None:
+    made = private(dataset=examples(2000), batch_size=50)
+    sizes = [len(each) for _ in range(10) for each in made._sampler]
+    divided = [size for size in sizes if size > made.trainer.part_size]
+    assert len(sizes) == 400
+    assert len(divided) < 20 < sum(size > 50 for size in sizes)
+
+
 # --- randomness ----------------------------------------------------------------------------------
 
 

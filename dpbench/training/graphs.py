@@ -75,6 +75,7 @@ class StepGraphs:
         self._threshold = torch.full((), 0.0, dtype=torch.float64, device=device)
         self._eager: dict[str, StepOperators] = {}
         self._reads: list[str] = []  # where Python reads from the GPU
+        self._last_read = ""  # the last phase in which it does
         self._replays = self._misfits = 0
         self._as_read = torch.ones((), dtype=torch.int32, device=device)
         self._on_host = torch.ones((), dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -145,6 +146,8 @@ class StepGraphs:
                 operators = StepOperators(self._eager[name].numbers)
                 with hidden_capture() if hides else nullcontext():
                     graph, _ = self._capture(partial(self._watched, function, operators))
+                if operators.places:
+                    self._reads, self._last_read = self._reads + operators.places, name
                 self.phases[name] = [(graph, [])]
                 # FSDP2 gathers the last block earlier in a captured backward, see `_backward`.
                 if name == "forward" or self.trainer.parallel != "fsdp2":
@@ -162,7 +165,6 @@ class StepGraphs:
             function()
         for number, unread in zip(operators.numbers, operators.unread, strict=False):
             self._as_read.mul_(unread.reshape(()) == number)
-        self._reads += operators.places
 
     def _check_operators(self, name: str, captured: StepOperators) -> None:
         eager = self._eager.pop(name)
@@ -173,9 +175,11 @@ class StepGraphs:
         """Replay the graphs for each micro-batch of a step, and return the mean loss.
 
         Returns None, and leaves the parameters as they are, if the graphs contain a number that
-        Python would read differently in this step on any rank. While the GPU clips, Python waits
-        for the GPU to compare these numbers.
+        Python would read differently in this step on any rank. Python waits for the GPU to compare
+        these numbers. The GPU compares them after the phase that has the last of them, so that
+        Python need not wait for the phases behind it, and prepares the update meanwhile.
         """
+        compared = None
         self._threshold.fill_(self.trainer.max_grad_norm)
         if self._sums:
             with phase("clip"):
@@ -186,13 +190,13 @@ class StepGraphs:
         for number, part in enumerate(parts, 1):
             self._fill(part)
             for name, graphs in self.phases.items():
-                if name == "clip" and number == len(parts):
-                    compared = self._begin_comparison()
                 with phase(name):
                     for graph, complete in graphs:
                         graph.replay()
                         for buffer in complete:
                             self.trainer.reduce(buffer)
+                if name == self._last_read and number == len(parts):
+                    compared = self._begin_comparison()
             losses.append(self.loss.clone())
         for buffer in self._sums:
             self.trainer.reduce(buffer)
@@ -216,10 +220,8 @@ class StepGraphs:
         warn_without_graphs(f"Python reads changing numbers from the GPU, at {self._reads[0]}")
         return True
 
-    def _begin_comparison(self) -> torch.cuda.Event | None:
+    def _begin_comparison(self) -> torch.cuda.Event:
         """Begin to copy to the host whether all ranks read what an eager step has read."""
-        if not self._reads:
-            return None
         if self.trainer.parallel != "none":
             distributed.all_reduce(self._as_read, distributed.ReduceOp.MIN)
         self._on_host.copy_(self._as_read, non_blocking=True)

@@ -32,6 +32,18 @@ TF32_TILING = (128, 32, 8, 4)
 """Settings as in `TILINGS`, which replace the settings for float32 if products may use TF32."""
 
 
+def tiling(dtype: torch.dtype, shared: int) -> tuple[int, int, int, int]:
+    """Return one of `TILINGS`, with a stage more where a block may have 160 KiB of shared memory.
+
+    Args:
+        dtype: float32 or bfloat16.
+        shared: how many bytes of shared memory a block may have.
+    """
+    tile, step, warps, stages = TILINGS[dtype]
+    has_room = dtype == torch.bfloat16 and shared >= 160 * 1024
+    return tile, step, warps, stages + has_room
+
+
 def has_tf32() -> bool:
     """Return True if products of float32 matrices may use TF32, which rounds to 11 bits."""
     # `torch.get_float32_matmul_precision` raises if ``fp32_precision`` was set.
@@ -99,15 +111,17 @@ def sums_type(x: Tensor, g: Tensor) -> torch.dtype:
 
 @custom_op("dpbench::gram_norms", mutates_args=())
 def gram_norms(activations: Sequence[Tensor], gradients: Sequence[Tensor], bias: bool) -> Tensor:
-    """Return `dpbench.training.norms.GramSums` for layers of equal shape, ``[6, layers, B]``.
+    """Return `dpbench.training.norms.GramSums` for layers of equal shape, ``[6, inputs, B]``.
 
     The sums are over the elements of products T × T, where T is the number of tokens. The products
     are ``x xᵀ``, or ``x xᵀ + 1`` with a bias, and ``g gᵀ``. For an embedding, x has row indices,
-    and the elements of ``x xᵀ`` are 1 for equal indices and 0 for different indices.
+    and the elements of ``x xᵀ`` are 1 for equal indices and 0 for different indices. Layers with
+    the same input count as one layer, whose ``g gᵀ`` is the sum of theirs.
 
     Args:
-        activations: the input of each layer, ``[B, T, K]``, or row indices ``[B, T]`` int64.
-        gradients: the output gradient of each layer, ``[B, T, N]``.
+        activations: different inputs of layers, ``[B, T, K]``, or row indices ``[B, T]`` int64.
+        gradients: output gradients, ``[B, T, N]``: first those of the layers with the first input,
+            and so on. Each input belongs to the same number of layers.
         bias: whether the layers have a trained bias.
     """
     return _by_products(activations, gradients, bias)
@@ -116,7 +130,7 @@ def gram_norms(activations: Sequence[Tensor], gradients: Sequence[Tensor], bias:
 @gram_norms.register_fake
 def _(activations: Sequence[Tensor], gradients: Sequence[Tensor], bias: bool) -> Tensor:
     x, g = activations[0], gradients[0]
-    return g.new_empty(6, len(gradients), len(g), dtype=sums_type(x, g))
+    return g.new_empty(6, len(activations), len(g), dtype=sums_type(x, g))
 
 
 @register_flop_formula(torch.ops.dpbench.gram_norms)
@@ -129,15 +143,19 @@ def _(activations: Any, gradients: Any, bias: bool, out_shape: Any = None) -> in
 
 def _by_products(activations: Sequence[Tensor], gradients: Sequence[Tensor], bias: bool) -> Tensor:
     made, number = [], max(2, PRODUCTS_AT_A_TIME // (2 * gradients[0].shape[1] ** 2))
-    for pair in zip(activations, gradients, strict=True):
-        parts = zip(*(each.split(number) for each in pair), strict=True)
-        made.append(torch.cat([gram_sums(*products(x, g), bias) for x, g in parts], 1))
+    joined = len(gradients) // len(activations)
+    for n, x in enumerate(activations):
+        alike = (x, *gradients[n * joined : (n + 1) * joined])
+        parts = zip(*(each.split(number) for each in alike), strict=True)
+        made.append(torch.cat([gram_sums(*products(*part), bias) for part in parts], 1))
     return torch.stack(made, 1).to(sums_type(activations[0], gradients[0]))
 
 
-def products(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Return one layer's products of tokens × tokens, as in `gram_norms` without a bias."""
+def products(x: Tensor, g: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the products of tokens × tokens of an input, as in `gram_norms` without a bias."""
     of_g = wide_product(g, g.mT)
+    for each in others:
+        of_g += wide_product(each, each.mT)
     if x.dim() == 2:
         return (x[:, :, None] == x[:, None, :]).to(of_g.dtype), of_g
     wide = sums_type(x, g)
@@ -206,36 +224,41 @@ def gram_norms_by_kernel(
     dtype, rows = gradients[0].dtype, activations[0].dim() == 2
     width = 0 if rows else activations[0].shape[2]
     in_tf32 = dtype == torch.float32 and has_tf32()
-    most, step, warps, stages = TF32_TILING if in_tf32 else TILINGS[dtype]
+    shared = _shared_memory(gradients[0].device.index)
+    most, step, warps, stages = TF32_TILING if in_tf32 else tiling(dtype, shared)
+    is_half = dtype == torch.bfloat16
     tile = min(most, max(16, 1 << (tokens - 1).bit_length()))
     down = -(-tokens // tile)
-    tiles = down * (down + 1) // 2
-    pairs = [(x.contiguous(), g.contiguous()) for x, g in zip(activations, gradients, strict=True)]
-    aligned = all(tensor.data_ptr() % 16 == 0 for pair in pairs for tensor in pair)
-    sums = torch.zeros(6, len(pairs), examples, device=gradients[0].device)
-    addresses = _addresses(pairs)
-    long = tokens * max(width, height) >= 2**31
-    is_half = dtype == torch.bfloat16
+    tiles, inputs = down * (down + 1) // 2, len(activations)
+    tensors = [each.contiguous() for each in (*activations, *gradients)]
+    aligned = all(each.data_ptr() % 16 == 0 for each in tensors)
+    sums = torch.zeros(6, inputs, examples, device=gradients[0].device)
+    long, whole = tokens * max(width, height) >= 2**31, width % step == height % step == 0
     precision = "tf32" if in_tf32 else "ieee" if is_half else "tf32x3"
-    triton_kernels()["gram_norms"][tiles * examples, len(pairs)](
-        addresses, sums, tokens, width, height, len(pairs), tiles, examples, bias, rows, is_half,
-        aligned, long, precision, tile, step,
+    triton_kernels()["gram_norms"][tiles * examples, inputs](
+        _addresses(tensors), sums, tokens, width, height, inputs, tiles, examples, bias, rows,
+        is_half, aligned, long, len(gradients) // inputs, whole, precision, tile, step,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return sums
 
 
-def _addresses(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return the addresses of the tensors on the GPU, as a tensor ``[2, layers]`` of int64.
+@cache
+def _shared_memory(device: int) -> int:
+    """Return how many bytes of shared memory a block may have on a GPU."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
+
+
+def _addresses(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the addresses of tensors on the GPU, as a tensor of int64 on the GPU.
 
     A kernel writes the addresses, so that a CUDA graph can contain this function.
     """
-    table = torch.empty(2, len(pairs), dtype=torch.int64, device=pairs[0][0].device)
-    for first in range(0, len(pairs), 8):
-        some = [*pairs[first : first + 8], *[pairs[-1]] * 8][:8]
-        triton_kernels()["put_addresses"][1,](
-            table, len(pairs), first, *(tensor for pair in some for tensor in pair)
-        )
+    table = torch.empty(len(tensors), dtype=torch.int64, device=tensors[0].device)
+    for first in range(0, len(tensors), 16):
+        some = [*tensors[first : first + 16], *[tensors[-1]] * 16][:16]
+        triton_kernels()["put_addresses"][1,](table, len(tensors), first, *some)
     return table
 
 
@@ -356,9 +379,11 @@ def _(x: Tensor, g: Tensor, eps: float) -> Tensor:
         return _layer_norm_samples(x, g, eps)
     examples, tokens, width = x.shape
     samples = torch.zeros(2, examples, width, device=x.device)
+    block = 1 << (width - 1).bit_length()
+    at_once = max(1, min(4, 2**13 // block))  # so that registers suffice
     triton_kernels()["layer_norm_samples"][examples, -(-tokens // 16)](
-        x.contiguous(), g.contiguous(), samples[0], samples[1], tokens, width, eps, 16,
-        1 << (width - 1).bit_length(), num_warps=8,
+        x.contiguous(), g.contiguous(), samples[0], samples[1], tokens, width, eps, 16, at_once,
+        block, num_warps=8,
     )  # fmt: skip
     return samples
 

@@ -197,6 +197,14 @@ class ProductError(NamedTuple):
     """Largest relative amount by which the elements of a and b may be smaller here than in the
     update."""
 
+    def of_sum(self, number: int) -> ProductError:
+        """Return a bound of the error of a sum of this number of such products ``a aᵀ``.
+
+        No term of a sum of positive semidefinite matrices has a larger norm than the sum.
+        """
+        sums = number * self.of_sums + (number - 1) * self.of_terms
+        return self._replace(of_sums=sums)
+
 
 def product_error(a: Tensor, b: Tensor | None = None, *, by_kernel: bool = False) -> ProductError:
     """Bound the error of a product that `dpbench.training.kernels` computes, in the worst case.
@@ -450,7 +458,7 @@ class GhostNorms:
     def __init__(self, *, together: bool = False) -> None:
         self._together = together
         self._pieces: dict[tuple[Any, ...], list[Tensor]] = {}
-        self._alike: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
+        self._alike: dict[tuple[Any, ...], dict[Any, tuple[Tensor, list[Tensor]]]] = {}
 
     def add(
         self,
@@ -473,7 +481,8 @@ class GhostNorms:
         tokens = g.shape[1]
         if way == PRODUCTS and self._together:
             kind = bias, x.shape[1:], x.dtype, g.shape[1:], g.dtype
-            self._alike.setdefault(kind, []).append((x, g))
+            inputs = self._alike.setdefault(kind, {})
+            inputs.setdefault(place_of(x), (x, []))[1].append(g)
             return
         if way == PRODUCTS:
             errors = product_error(x), product_error(g)
@@ -546,9 +555,11 @@ class GhostNorms:
         """Return for each piece upper bounds of squared norms, ``[B]``, in float32 or wider."""
         kinds = self._pieces.items()
         made = [bound(pieces, *about) for (bound, _, *about), pieces in kinds]
-        for (bias, *_), pairs in self._alike.items():
-            xs, gs = zip(*pairs, strict=True)
-            made.append(squared_norms_of_alike([*xs], [*gs], bias))
+        for (bias, *_), inputs in self._alike.items():
+            for number in {len(gs) for _, gs in inputs.values()}:
+                some = [(x, gs) for x, gs in inputs.values() if len(gs) == number]
+                xs, gs = [x for x, _ in some], [g for _, gs in some for g in gs]
+                made.append(squared_norms_of_alike(xs, gs, bias))
         return [each for norms in made for each in norms.unbind()]
 
 
@@ -592,15 +603,28 @@ def row_sums(rows: Tensor, g: Tensor) -> Tensor:
     return torch.stack([squares, sums, lengths.square().sum(1)])
 
 
+def place_of(tensor: Tensor) -> tuple[object, ...]:
+    """Return what is equal for two tensors that view the same memory in the same way."""
+    shape, stride = tensor.shape, tensor.stride()
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), shape, stride, tensor.dtype
+
+
 def squared_norms_of_alike(xs: Sequence[Tensor], gs: Sequence[Tensor], bias: bool) -> Tensor:
-    """Return upper bounds of the squared norms for layers of equal shape, ``[layers, B]``.
+    """Return upper bounds of squared norms for layers of equal shape, ``[inputs, B]``.
+
+    For layers with the same input, the bound of their joint norm is returned.
 
     Args:
-        xs: for each layer the argument ``x`` of `GhostNorms.add`.
-        gs: for each layer the argument ``g`` of `GhostNorms.add`.
+        xs: the argument ``activations`` of `dpbench.training.kernels.gram_norms`.
+        gs: the argument ``gradients``.
         bias: whether the layers have a trained bias.
     """
-    x, g = xs[0], gs[0]
-    errors = [product_error(each, by_kernel=by_kernel(x, g)) for each in (x, g)]
-    pieces = gram_norms(xs, gs, bias).unbind(1)
-    return gram_bound(pieces, x.shape[1], (errors[0], errors[1]), g.dtype)
+    x, g, joined = xs[0], gs[0], len(gs) // len(xs)
+    of_x, of_g = (product_error(each, by_kernel=by_kernel(x, g)) for each in (x, g))
+    tokens, pieces = x.shape[1], gram_norms(xs, gs, bias).unbind(1)
+    # The layers' products may add tokens in different orders. By the inequality of Cauchy and
+    # Schwarz, the sum of the norms |B| of their products is at most joined^½ times the norm of the
+    # sum, see "Sums over T tokens are rounded" above.
+    rounding = joined**0.25 * of_sums(g.dtype, tokens)
+    update = ProductError(rounding, of_terms(g.dtype, tokens))
+    return gram_bound(pieces, tokens, (of_x, of_g.of_sum(joined)), g.dtype, update)

@@ -10,23 +10,46 @@ from triton.language.extra import libdevice
 
 @triton.jit
 def put_addresses(
-    table, layers, first,
-    x0, g0, x1, g1, x2, g2, x3, g3, x4, g4, x5, g5, x6, g6, x7, g7,
-):  # fmt: skip
-    """Write the addresses of x and g of up to eight layers, beginning with layer ``first``."""
-    xs = (x0, x1, x2, x3, x4, x5, x6, x7)
-    gs = (g0, g1, g2, g3, g4, g5, g6, g7)
-    for i in tl.static_range(8):
-        if first + i < layers:
-            tl.store(table + first + i, xs[i].to(tl.int64))
-            tl.store(table + layers + first + i, gs[i].to(tl.int64))
+    table, length, first, t0, t1, t2, t3, t4, t5, t6, t7, t8, t9, t10, t11, t12, t13, t14, t15
+):
+    """Write the addresses of up to 16 tensors, beginning with element ``first`` of the table."""
+    tensors = (t0, t1, t2, t3, t4, t5, t6, t7, t8, t9, t10, t11, t12, t13, t14, t15)
+    for i in tl.static_range(16):
+        if first + i < length:
+            tl.store(table + first + i, tensors[i].to(tl.int64))
+
+
+@triton.jit
+def with_products(
+    tile, x, down, across, width, whole: tl.constexpr, precision: tl.constexpr, step: tl.constexpr
+):
+    """Add the products of the rows ``down`` and ``across`` of x to a tile.
+
+    Without a mask, loads are faster. If ``whole``, rows are multiples of ``step`` long.
+    """
+    along = tl.arange(0, step)
+    one = x + down[:, None] * width + along[None, :]
+    other = x + across[:, None] * width + along[None, :]
+    for k in range(0, width, step):
+        if whole:
+            a = tl.load(one)
+            b = tl.load(other)
+        else:
+            inside = (k + along < width)[None, :]
+            a = tl.load(one, mask=inside, other=0.0)
+            b = tl.load(other, mask=inside, other=0.0)
+        tile = tl.dot(a, tl.trans(b), tile, input_precision=precision)
+        one += step
+        other += step
+    return tile
 
 
 @triton.jit
 def gram_norms(
     table, sums, tokens, width, height, layers, tiles, examples,
     bias: tl.constexpr, rows: tl.constexpr, half: tl.constexpr, aligned: tl.constexpr,
-    long: tl.constexpr, precision: tl.constexpr, tile: tl.constexpr, step: tl.constexpr,
+    long: tl.constexpr, joined: tl.constexpr, whole: tl.constexpr, precision: tl.constexpr,
+    tile: tl.constexpr, step: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of the products ``x xᵀ`` and ``g gᵀ``, for one layer and one example.
 
@@ -35,9 +58,10 @@ def gram_norms(
     are symmetric, so only tiles on or below the diagonal are computed, and a tile below the
     diagonal counts twice.
 
-    ``table`` contains the addresses of x and g. If ``aligned``, the compiler may assume that these
-    addresses are multiples of 16 bytes, and load several numbers at once. ``long`` is true if an
-    example has more numbers than 32 bits can index.
+    ``table`` contains the addresses of each x, and then those of ``joined`` g for each x. If
+    ``aligned``, the compiler may assume that these addresses are multiples of 16 bytes, and load
+    several numbers at once. ``long`` is true if an example has more numbers than 32 bits can
+    index. ``whole`` is true if both widths are multiples of ``step``.
     """
     number = tl.program_id(0) % tiles
     example = (tl.program_id(0) // tiles).to(tl.int64)
@@ -48,39 +72,31 @@ def gram_norms(
     j = number - i * (i + 1) // 2
     down = i * tile + tl.arange(0, tile)
     across = j * tile + tl.arange(0, tile)
+    inside = (down < tokens)[:, None] & (across < tokens)[None, :]
+    # Behind the last row, the last row is loaded again, and its products are not counted.
+    row = tl.minimum(down, tokens - 1)
+    column = tl.minimum(across, tokens - 1)
     if long:
-        down = down.to(tl.int64)
-        across = across.to(tl.int64)
-    along = tl.arange(0, step)
+        row = row.to(tl.int64)
+        column = column.to(tl.int64)
     kind: tl.constexpr = tl.bfloat16 if half else tl.float32
     of_x = tl.zeros((tile, tile), tl.float32)
     if rows:
         x = tl.load(table + layer).to(tl.pointer_type(tl.int64)) + example * tokens
-        row = tl.load(x + down, mask=down < tokens, other=-1)
-        column = tl.load(x + across, mask=across < tokens, other=-2)
-        of_x = (row[:, None] == column[None, :]).to(tl.float32)
+        of_x = (tl.load(x + row)[:, None] == tl.load(x + column)[None, :]).to(tl.float32)
     else:
         x = tl.load(table + layer).to(tl.pointer_type(kind))
         x = (tl.multiple_of(x, 16) if aligned else x) + example * tokens * width
-        for k in range(0, width, step):
-            inside = (k + along < width)[None, :]
-            a = tl.load(x + down[:, None] * width + k + along[None, :],
-                        mask=(down < tokens)[:, None] & inside, other=0.0)  # fmt: skip
-            b = tl.load(x + across[:, None] * width + k + along[None, :],
-                        mask=(across < tokens)[:, None] & inside, other=0.0)  # fmt: skip
-            of_x = tl.dot(a, tl.trans(b), of_x, input_precision=precision)
+        of_x = with_products(of_x, x, row, column, width, whole, precision, step)
     of_g = tl.zeros((tile, tile), tl.float32)
-    g = tl.load(table + layers + layer).to(tl.pointer_type(kind))
-    g = (tl.multiple_of(g, 16) if aligned else g) + example * tokens * height
-    for k in range(0, height, step):
-        inside = (k + along < height)[None, :]
-        a = tl.load(g + down[:, None] * height + k + along[None, :],
-                    mask=(down < tokens)[:, None] & inside, other=0.0)  # fmt: skip
-        b = tl.load(g + across[:, None] * height + k + along[None, :],
-                    mask=(across < tokens)[:, None] & inside, other=0.0)  # fmt: skip
-        of_g = tl.dot(a, tl.trans(b), of_g, input_precision=precision)
+    for each in tl.static_range(joined):
+        g = tl.load(table + layers + layer * joined + each).to(tl.pointer_type(kind))
+        g = (tl.multiple_of(g, 16) if aligned else g) + example * tokens * height
+        of_g = with_products(of_g, g, row, column, height, whole, precision, step)
     if bias:
-        of_x = tl.where((down < tokens)[:, None] & (across < tokens)[None, :], of_x + 1.0, 0.0)
+        of_x += 1.0
+    of_x = tl.where(inside, of_x, 0.0)
+    of_g = tl.where(inside, of_g, 0.0)
     # Each sum is over both axes: for sm_100, Triton 3.6 and 3.7 cannot compile a sum of a sum.
     both = of_x * of_g
     off = down[:, None] != across[None, :]
@@ -168,25 +184,28 @@ def clear_dropped(tensor, factors, length, programs, block: tl.constexpr):
 
 @triton.jit
 def layer_norm_samples(
-    x, g, weights, biases, tokens, width, eps, some: tl.constexpr, block: tl.constexpr
-):
+    x, g, weights, biases, tokens, width, eps,
+    some: tl.constexpr, at_once: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
     """Add what some tokens contribute to an example's gradients, which begin as zeros."""
     example = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * some
     column = tl.arange(0, block)
-    inside = column < width
+    known = column < width
     of_weight = tl.zeros((block,), tl.float32)
     of_bias = tl.zeros((block,), tl.float32)
-    for token in range(first, min(first + some, tokens)):
-        at = (example * tokens + token) * width + column
+    for begin in range(first, min(first + some, tokens), at_once):
+        token = begin + tl.arange(0, at_once)
+        inside = (token < tokens)[:, None] & known[None, :]
+        at = (example * tokens + token)[:, None] * width + column[None, :]
         given = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         gradient = tl.load(g + at, mask=inside, other=0.0).to(tl.float32)
-        centred = tl.where(inside, given - tl.sum(given, 0) / width, 0.0)
-        scale = 1.0 / tl.sqrt(tl.sum(centred * centred, 0) / width + eps)
-        of_weight += gradient * centred * scale
-        of_bias += gradient
-    tl.atomic_add(weights + example * width + column, of_weight, mask=inside)
-    tl.atomic_add(biases + example * width + column, of_bias, mask=inside)
+        centred = tl.where(inside, given - (tl.sum(given, 1) / width)[:, None], 0.0)
+        scale = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / width + eps)
+        of_weight += tl.sum(gradient * centred * scale[:, None], 0)
+        of_bias += tl.sum(gradient, 0)
+    tl.atomic_add(weights + example * width + column, of_weight, mask=known)
+    tl.atomic_add(biases + example * width + column, of_bias, mask=known)
 
 
 @triton.jit

@@ -49,20 +49,20 @@ def squared_norms(xs: list[Tensor], gs: list[Tensor], bias: bool = False) -> Ten
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("layers", [1, 11])
+@pytest.mark.parametrize(("inputs", "joined"), [(1, 3), (11, 1)])
 @pytest.mark.parametrize(
     "shape",
-    [(4, 1, 8, 8), (3, 40, 48, 100), (2, 256, 72, 50), (3, 600, 33, 7), (1, 16_384, 16, 16)],
+    [(4, 1, 8, 8), (3, 40, 48, 100), (2, 300, 128, 64), (3, 600, 33, 7), (1, 16_384, 16, 16)],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_gram_norms_are_those_of_the_gradients(
-    dtype: torch.dtype, shape: tuple[int, ...], layers: int, bias: bool
+    dtype: torch.dtype, shape: tuple[int, ...], inputs: int, joined: int, bias: bool
 ) -> None:
     examples, tokens, width, height = shape
-    xs = [normal(examples, tokens, width, dtype=dtype) for _ in range(layers)]
-    gs = [normal(examples, tokens, height, dtype=dtype) for _ in range(layers)]
+    xs = [normal(examples, tokens, width, dtype=dtype) for _ in range(inputs)]
+    gs = [normal(examples, tokens, height, dtype=dtype) for _ in range(inputs * joined)]
     expected = torch.zeros(examples, dtype=torch.float64, device="cuda")
-    for x, g in zip(xs, gs, strict=True):
+    for x, g in zip([x for x in xs for _ in range(joined)], gs, strict=True):
         expected += torch.bmm(g.double().mT, x.double()).square().sum((1, 2))
         expected += g.double().sum(1).square().sum(1) if bias else 0
     # Of T × T products that cancel the more is left by rounding the longer an example is.

@@ -51,9 +51,10 @@ def normal(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_norms_of_alike_layers_are_those_of_the_gradients(dtype: torch.dtype, bias: bool) -> None:
     xs = [normal(3, 7, 5, dtype=dtype), normal(3, 7, 5, dtype=dtype).sin()]
-    gs = [normal(3, 7, 4, dtype=dtype).cos(), normal(3, 7, 4, dtype=dtype)]
+    g = normal(3, 7, 4)
+    gs = [each.to(dtype) for each in (g.cos(), g, g.sin(), g.square())]  # two for each input
     expected = torch.zeros(3, dtype=torch.float64)
-    for x, g in zip(xs, gs, strict=True):
+    for x, g in zip([x for x in xs for _ in range(2)], gs, strict=True):
         expected += torch.bmm(g.double().mT, x.double()).square().sum((1, 2))
         expected += g.double().sum(1).square().sum(1) if bias else 0
     norms = squared_norms_of_alike(xs, gs, bias)
@@ -188,7 +189,8 @@ def test_without_hardware_its_operators_are_counted_by_their_operands() -> None:
     assert update.read_bytes == 2 * update.write_bytes + 48  # key, buffer and step
     assert update.write_bytes > weights
     # Of 4 examples with 8 tokens the products x xᵀ and g gᵀ, which are symmetric, of each layer.
-    layers = {(32, 32): 4, (32, 128): 1, (128, 32): 1, (32, 50): 1, (0, 32): 2}
+    # Query, key and value have one x.
+    layers = {(32, 32 * 3): 1, (32, 32): 1, (32, 128): 1, (128, 32): 1, (32, 50): 1, (0, 32): 2}
     flops = sum(4 * 8 * 9 * sum(widths) * n for widths, n in layers.items())
     assert counts["dpbench.gram_norms"].flops == flops
     # Two embeddings, and of four layers and the head what query, key and value were given once.

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from dpbench.training.kernels import TILINGS
+from dpbench.training.kernels import TILINGS, tiling
 from dpbench.training.noise_stream import BLOCK
 from dpbench.training.noisy_updates import WARPS
 
@@ -19,15 +19,18 @@ SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """KiB of shared memory that a block can have, by compute capability (CUDA Programming Guide)."""
 
 
+@pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("dtype", TILINGS, ids=str)
 @pytest.mark.parametrize("capability", SHARED)
-def test_norms_compile_and_fit_into_shared_memory(capability: int, dtype: torch.dtype) -> None:
+def test_norms_compile_and_fit_into_shared_memory(
+    capability: int, dtype: torch.dtype, whole: bool
+) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from dpbench.training.triton_kernels import gram_norms
 
-    tile, step, warps, stages = TILINGS[dtype]
+    tile, step, warps, stages = tiling(dtype, SHARED[capability] * 1024)
     is_half = dtype == torch.bfloat16
     constants = {
         "bias": True,
@@ -35,6 +38,8 @@ def test_norms_compile_and_fit_into_shared_memory(capability: int, dtype: torch.
         "half": is_half,
         "aligned": True,
         "long": False,
+        "joined": 3,
+        "whole": whole,
         "precision": "ieee" if is_half else "tf32x3",
         "tile": tile,
         "step": step,
