@@ -21,7 +21,6 @@ from dpbench.child.build import build, labels_of, pick_device, smoke_test
 from dpbench.commands.case_arguments import add_case, chosen_case
 from dpbench.core.case import AXES, Case
 from dpbench.core.errors import ConfigurationError, own_line
-from dpbench.core.names import joined, parted
 from dpbench.core.registry import TRAINERS
 from dpbench.core.settings import axis_help, declare
 from dpbench.verify.reference import CLIPS, Examples, distances, thresholds
@@ -53,19 +52,16 @@ def run(options: argparse.Namespace) -> int:
                 "smoke trains in one process: for several ranks, use dpbench verify or dpbench run"
             )
         TRAINERS.locate(case.trainer)
-        name = case.trainer
         try:
-            short, parameters = parted(name)
-            name = joined(TRAINERS[short].__name__, parameters)
             smoke_test(case, device=options.device)
             why_not = compare_with_loop(case, options.device)
         except Exception as error:  # report any error
             failed += 1
             where = own_line(error.__traceback__)
-            print(f"[TEST FAILED] {name}: {type(error).__name__}: {error}{where}")
+            print(f"[TEST FAILED] {trainer}: {type(error).__name__}: {error}{where}")
         else:
             note = f" Its gradients were not compared with a loop's: {why_not}." if why_not else ""
-            print(f"[TEST OK] {name} passed local test.{note}")
+            print(f"[TEST OK] {trainer} passed local test.{note}")
     return 1 if failed else 0
 
 
