@@ -130,7 +130,7 @@ def _table(entries: Sequence[tuple[Run, list[str]]], rows: list[Any], limit: Lim
         cells.append([*labels, commit, value, change, VERDICTS[verdict]])
         differ = [each for each in differing_conditions(before, run) if each[:7] != "commit "]
         if differ or verdict is not False:
-            notes.append(f"{labels[0]}: {'; '.join(differ) or 'no other difference is known'}")
+            notes.append(f"{labels[0]}: {'; '.join(differ) or 'same software, machine, options'}")
         level, before = row if verdict else level, run
     number = f"{subject_from(level).id}: {limit.written.partition(':')[0]}"
     return Table(f"{number}, {level['instrument']} on {level['device']}", HEADERS, cells, (*notes,))
