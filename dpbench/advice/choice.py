@@ -29,11 +29,11 @@ KNOWN_METHODS = ("dpsgd_ghost", "dpsgd_fgc", "dpsgd")
 the memory and has no predicted time close to the recommended method's."""
 
 SLOW = 4.0
-"""If the recommended step takes more times a standard step, the advice says what to change in the
-model, so that a faster method trains it."""
+"""If the recommended step takes more times a standard step, or no method trains the model, the
+advice says what to change in the model, so that a faster method trains it."""
 
 ON_ALL_LAYERS = ("fused", "dpsgd")
-"""Methods whose refusals say what to change in the model."""
+"""Methods whose refusals say what to change in the model, the first that refuses."""
 
 RESERVED = 1.5e9
 """Bytes of GPU memory that are assumed for CUDA's context, the driver and libraries."""
@@ -62,15 +62,12 @@ class Advice:
             moves; they are NaN for the standard step. ``largest_batch`` is the largest batch that
             fits the memory, and ``fits`` is True if the case's batch fits the memory.
         refused: for each method with which this case cannot be trained or counted, the reason.
-        ways: for each trainer that chooses, layer by layer, a way to compute norms: the number of
-            layers that use each way.
     """
 
     trainer: str | None
     reason: str
     frame: pd.DataFrame
     refused: Mapping[str, str] = field(default_factory=dict)
-    ways: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
 def advise(
@@ -118,11 +115,10 @@ def advise(
         _row(counted[each], reachable(card), memory, floor) for each in cases if each in counted
     ]
     frame = _over_standard(pd.DataFrame(rows))
-    ways = {each.trainer: ways for each, found in counted.items() if (ways := found.first.ways)}
     trainer, reason = _choice(frame, case.batch_size, memory)
-    if frame[frame.trainer == trainer].predicted_ratio.gt(SLOW).any():
+    if len(frame) == 1 or frame[frame.trainer == trainer].predicted_ratio.gt(SLOW).any():
         reason = _changes(refused) + reason
-    return Advice(trainer, reason, frame, refused, ways)
+    return Advice(trainer, reason, frame, refused)
 
 
 def _row(footprint: Footprint, card: Roofs, memory: float, floor: float) -> dict[str, Any]:
@@ -201,13 +197,16 @@ def _choice(frame: pd.DataFrame, batch_size: int, memory: float) -> tuple[str | 
 
 def _changes(refused: Mapping[str, str]) -> str:
     """Return what to change in the model so that faster methods train it, as text."""
-    whys = {
-        name: refused[name].partition(", or use the trainer")[0]
-        for name in ON_ALL_LAYERS
-        if name in refused
-    }
-    told = "; ".join(f"`{name}` refuses: {why}" for name, why in whys.items())
-    return f"Change the model for a faster step: {told}. As it is: " if told else ""
+    for why in [refused[name] for name in ON_ALL_LAYERS if name in refused][:1]:
+        names = [f"`{name}`" for name, other in refused.items() if other == why]
+        said = f"{', '.join(names)} refuse{'s' * (len(names) == 1)}: {cut(why)}"
+        return f"Change the model first: {said}. As it is: "
+    return ""
+
+
+def cut(why: str) -> str:
+    """Return the reason of a refusal without the advice to use another trainer."""
+    return why.partition(", or use the trainer")[0]
 
 
 def _compared(best: pd.Series[Any], other: pd.Series[Any]) -> str:

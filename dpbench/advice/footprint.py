@@ -46,8 +46,6 @@ class Count:
         norms: for the standard trainer, the minimum bytes that private training would read to
             compute the norms of this batch's gradients; 0 for other trainers.
         in_graphs: True if steps run as CUDA graphs, see `TrainerBase`.
-        ways: for each way to compute norms, the number of layers that use it; empty if the trainer
-            does not choose ways.
     """
 
     batch_size: int
@@ -56,7 +54,6 @@ class Count:
     largest: int
     norms: int
     in_graphs: bool
-    ways: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -139,14 +136,7 @@ class Counts(Logical):
         With ``few`` layers, only live bytes after the first and last call of each operator are
         returned, because the number of layers can decide after which call there are the most.
         """
-        counter, (ways, in_graphs), _ = counted(
-            case,
-            self.active,
-            lambda trainer: (
-                dict(Counter(getattr(trainer, "ways", {}).values())),
-                trainer.in_graphs,
-            ),
-        )
+        counter, in_graphs, _ = counted(case, self.active, lambda trainer: trainer.in_graphs)
         alike = Counter[tuple[str, str, Any]]()  # without the source lines of calls
         for (phase, operator, cost, _), times in counter.calls.items():
             alike[phase, operator, cost] += times
@@ -164,7 +154,6 @@ class Counts(Logical):
             counter.memory.largest,
             norm_reads(case) if case.trainer == BASELINE_TRAINER else 0,
             in_graphs,
-            ways,
         )
 
 
@@ -229,7 +218,6 @@ def extrapolated(low: Count, high: Count, share: float) -> Count:
         round(sizes["largest"]),
         round(sizes["norms"]),
         high.in_graphs,
-        {way: round(number) for way, number in on_line(low.ways, high.ways).items()},
     )
 
 

@@ -22,9 +22,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from functools import partial
 
 from tqdm import tqdm
 
+from dpbench.advice import choice
 from dpbench.advice.choice import MAX_BATCH, Advice, advise, parse_memory, with_measured
 from dpbench.commands.case_arguments import add_case, chosen_case
 from dpbench.commands.list import saved_run
@@ -36,7 +38,7 @@ from dpbench.core.settings import axis_help, declare
 from dpbench.results.roofline import find_card, known_roofs
 from dpbench.results.run import Run
 from dpbench.show.comparison import amount
-from dpbench.show.layout import Shown, Table, as_text, gigabytes, step_milliseconds, terminal_width
+from dpbench.show.layout import Shown, Table, as_text, step_milliseconds, terminal_width
 from dpbench.show.tables import title_parts
 
 DEFAULT_CARD = "h200"
@@ -148,8 +150,8 @@ def _table(case: Case, advice: Advice, card: str, memory: float | None, saved: R
         "launch\nms": ("launch_seconds", step_milliseconds),
         "time\nms": ("predicted_seconds", step_milliseconds),
         "time\n÷": ("predicted_ratio", ratio),
-        "most\nbatch": ("largest_batch", lambda size: f"{'≥ ' * (size >= MAX_BATCH)}{size}"),
-        "above\nfloor\nGB": ("above_floor_bytes", gigabytes),
+        "largest\nbatch": ("largest_batch", lambda size: f"{'≥ ' * (size >= MAX_BATCH)}{size}"),
+        "above\nfloor": ("above_floor_bytes", partial(amount, unit="B")),
         "measured\nms": ("measured_seconds", step_milliseconds),
         "DRAM\n÷": ("measured_bytes_ratio", ratio),
     }
@@ -175,14 +177,16 @@ def _notes(advice: Advice, case: Case) -> Iterator[str]:
         "CUDA graphs."
     )
     yield (
+        f"Largest batch: its counted peak memory fits beside {choice.RESERVED / 1e9:g} GB for CUDA "
+        f"and {choice.FRAGMENTATION:.0%} or the size of the largest tensor for fragmentation."
+    )
+    yield (
         "Floor: the bytes of a standard step, and the bytes that norms must read: the input and "
         "output gradient of each layer, or the gradient of each example."
     )
     if case.gpus > 1:
         yield "Numbers are for one rank, without the time of communication between ranks."
-    for trainer, ways in advice.ways.items():
-        listed = ", ".join(f"{number} {way}" for way, number in ways.items())
-        yield f"{trainer}: number of layers by the way to their norms: {listed}."
     for why in dict.fromkeys(advice.refused.values()):
-        trainers = ", ".join(name for name, other in advice.refused.items() if other == why)
-        yield f"{trainers}: {why}"
+        if choice.cut(why) not in advice.reason:
+            trainers = ", ".join(name for name, other in advice.refused.items() if other == why)
+            yield f"{trainers}: {why}"

@@ -25,7 +25,6 @@ def footprint(parts: int, lines: list[tuple[int, int]]) -> Footprint:
             0,
             0,
             False,
-            {},
         )
         for size in (2 * parts, 3 * parts)
     ]
