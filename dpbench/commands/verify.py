@@ -9,7 +9,7 @@ optimizer receives are judged.
 Noise must have the deviation σC/B in each step and for several σ, C and B, whatever the gradients
 are. Its distribution must be normal, including the tails. Noise must not repeat between elements,
 parameters, steps, runs and processes, even if it is shifted. Correct noise fails with a probability
-of at most 1e-6. Beside each result, "chance" is a bound on the probability of a result as extreme.
+of at most 1e-6.
 
 What steps leave behind in buffers and in the state of optimizers may depend on an example only as
 far as noise hides it. A linear layer is trained for 240 steps, with noise and without. Two more
@@ -38,23 +38,25 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from tabulate import tabulate
+
 from dpbench.child.recorder import Recorder
 from dpbench.commands.case_arguments import add_case, chosen_case
 from dpbench.core import gpu
 from dpbench.core.case import AXES, Case
 from dpbench.core.errors import ConfigurationError, DpbenchError, own_line
+from dpbench.core.files import printable
 from dpbench.core.registry import locate
 from dpbench.core.subject import Subject
 from dpbench.instruments.interface import Instrument
 from dpbench.launch.case_process import PendingMeasurement
 from dpbench.launch.fork_server import postpone
-from dpbench.show.layout import Table
 from dpbench.verify.check_result import NOTE, Check
 from dpbench.verify.recorder import CheckingRecorder
 
 SMALL: dict[str, Any] = {"batch_size": 4, "seq_len": 16, "model_size": "tiny", "micro_batches": 2}
-WIDTH = 300
-"""Width of the table in characters. It keeps each check on one line despite long names."""
+LEGEND = "σ: noise multiplier; C: clipping threshold; B: batch size"
+"""Line below the table."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,11 +101,11 @@ def as_text(case: Subject, checks: Sequence[Check]) -> str:
     """Format the checks as a table. Below it are a line for each error, and the notes."""
     judged = [check for check in checks if check.verdict != NOTE]
     lines = [[check.name, check.verdict, check.error_text, check.worst] for check in judged]
-    headers = ["check", "verdict", "how far", "worst parameter"]
-    table = Table(f"verify {case.id}", headers, lines).as_text(WIDTH)
+    headers = ["check", "verdict", "found", "worst parameter"]
+    table = printable(tabulate(lines, headers, disable_numparse=True))
     below = [f"{check.name}: {line}" for check in checks for line in check.wrong]
     below += [f"{check.name}: {check.error_text}" for check in checks if check.verdict == NOTE]
-    return "\n".join([table, *([""] if below else []), *below])
+    return "\n".join([f"verify {case.id}", "", table, LEGEND, *([""] if below else []), *below])
 
 
 @dataclass(frozen=True)
