@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
 
-from dpbench.advice.footprint import Footprint, footprints, of_rank
+from dpbench.advice.footprint import Footprint, footprints, largest_batch, needed, of_rank
 from dpbench.advice.predict import predict
 from dpbench.core.case import BASELINE_TRAINER, Case
 from dpbench.core.errors import ConfigurationError
@@ -34,16 +33,6 @@ advice says what to change in the model, so that a faster method trains it."""
 
 ON_ALL_LAYERS = ("fused", "dpsgd")
 """Methods whose refusals say what to change in the model, the first that refuses."""
-
-RESERVED = 1.5e9
-"""Bytes of GPU memory that are assumed for CUDA's context, the driver and libraries."""
-
-FRAGMENTATION = 0.04
-"""Share of the peak memory that the allocator is assumed to lose to fragmentation. The assumed loss
-is at least the size of the largest tensor."""
-
-MAX_BATCH = 4096
-"""The largest batch per GPU that `largest_batch` considers."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +90,7 @@ def advise(
     rank = of_rank(cases[0])
     counted: dict[Case, Footprint] = {}
     refused: dict[str, str] = {}
-    for each, found in footprints(dict.fromkeys([*cases, rank])):
+    for each, found in footprints(dict.fromkeys([*cases, rank]), memory):
         progress(each.trainer)
         if isinstance(found, Footprint):
             counted[each] = found
@@ -236,24 +225,6 @@ def with_measured(frame: pd.DataFrame, summary: pd.DataFrame, case: Case) -> pd.
         values = steps[steps.metric == metric].drop_duplicates("trainer").set_index("trainer").value
         frame = frame.assign(**{name: frame.trainer.map(values)})
     return frame
-
-
-def needed(footprint: Footprint, batch_size: int) -> float:
-    """Return the bytes of GPU memory that a step with this batch size needs."""
-    peak, _ = footprint.peak(batch_size)
-    return peak + max(FRAGMENTATION * peak, footprint.largest_tensor(batch_size)) + RESERVED
-
-
-def largest_batch(footprint: Footprint, memory: float) -> int:
-    """Return the largest batch size that fits the memory of each GPU, or 0 if none fits.
-
-    The batch size is at most `MAX_BATCH` for each GPU. It is a multiple of the number of GPUs times
-    the number of micro-batches.
-    """
-    case = footprint.case
-    part = case.micro_batches * case.gpus
-    sizes = range(part, MAX_BATCH * case.gpus + 1, part)
-    return part * bisect_right(sizes, memory, key=lambda size: needed(footprint, size))
 
 
 def parse_memory(text: str) -> float:

@@ -22,12 +22,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from functools import partial
 
 from tqdm import tqdm
 
-from dpbench.advice import choice
-from dpbench.advice.choice import MAX_BATCH, Advice, advise, parse_memory, with_measured
+from dpbench.advice.choice import Advice, advise, cut, parse_memory, with_measured
+from dpbench.advice.footprint import FRAGMENTATION, MAX_BATCH, RESERVED
 from dpbench.commands.case_arguments import add_case, chosen_case
 from dpbench.commands.list import saved_run
 from dpbench.core import gpu
@@ -144,23 +143,20 @@ def _table(case: Case, advice: Advice, card: str, memory: float | None, saved: R
         "method": ("trainer", str),
         "bytes\n÷": ("bytes_ratio", ratio),
         "FLOP\n÷": ("flops_ratio", ratio),
-        "launch\n÷": ("launches_ratio", ratio),
         "peak\n÷": ("peak_ratio", ratio),
         "roof-\nline\nms": ("roofline_seconds", step_milliseconds),
         "launch\nms": ("launch_seconds", step_milliseconds),
         "time\nms": ("predicted_seconds", step_milliseconds),
         "time\n÷": ("predicted_ratio", ratio),
-        "largest\nbatch": ("largest_batch", lambda size: f"{'≥ ' * (size >= MAX_BATCH)}{size}"),
-        "above\nfloor": ("above_floor_bytes", partial(amount, unit="B")),
+        "max\nbatch": ("largest_batch", lambda size: f"{'≥ ' * (size >= MAX_BATCH)}{size}"),
         "measured\nms": ("measured_seconds", step_milliseconds),
         "DRAM\n÷": ("measured_bytes_ratio", ratio),
     }
     columns = {header: shown for header, shown in columns.items() if shown[0] in frame}
     card_text = f"{card} with {memory / 1e9:.3g} GB" if memory else card
     title = ", ".join([*title_parts({**case.columns, "trainer": ""}), card_text])
-    return Table.of(
-        f"{title}: ÷ is the ratio to the standard step", frame, columns, _notes(advice, case)
-    )
+    title += ": ÷ is the ratio to the standard step"
+    return Table.of(title, frame, columns, _notes(advice, case))
 
 
 def _notes(advice: Advice, case: Case) -> Iterator[str]:
@@ -177,16 +173,12 @@ def _notes(advice: Advice, case: Case) -> Iterator[str]:
         "CUDA graphs."
     )
     yield (
-        f"Largest batch: its counted peak memory fits beside {choice.RESERVED / 1e9:g} GB for CUDA "
-        f"and {choice.FRAGMENTATION:.0%} or the size of the largest tensor for fragmentation."
-    )
-    yield (
-        "Floor: the bytes of a standard step, and the bytes that norms must read: the input and "
-        "output gradient of each layer, or the gradient of each example."
+        f"Max batch: its counted peak memory fits beside {RESERVED / 1e9:g} GB for CUDA "
+        f"and {FRAGMENTATION:.0%} or the size of the largest tensor for fragmentation."
     )
     if case.gpus > 1:
         yield "Numbers are for one rank, without the time of communication between ranks."
     for why in dict.fromkeys(advice.refused.values()):
-        if choice.cut(why) not in advice.reason:
+        if cut(why) not in advice.reason:
             trainers = ", ".join(name for name, other in advice.refused.items() if other == why)
             yield f"{trainers}: {why}"

@@ -187,15 +187,11 @@ def _check(name: str, found: Sequence[Comparison], number: int) -> Check:
         if not each.log_chance >= limit and (each.name or not wrong):
             parameter = each.name or "all parameters"
             wrong.setdefault(parameter, f"{parameter}: {each.message}")
-    worst = min(found, key=lambda each: each.log_chance)
-    if not wrong:
-        together = [each for each in found if not each.name] or [worst]
-        shown = min(together, key=lambda each: each.log_chance)
-        return Check.judged(name, [], shown.name, shown.error_text)
-    chance = math.exp(min(worst.log_chance + math.log(max(number, 1)), 0.0))
-    chances = f"of at most {chance:.1g} (≥ {FALSE_ALARM / TESTS:.1g})"
-    how = f"{worst.error_text}, which correct noise gives with a chance {chances}"
-    return Check.judged(name, [*wrong.values()], worst.name, how)
+    together = [each for each in found if not (each.name or wrong)]
+    shown = min(together or found, key=lambda each: each.log_chance)
+    chance = math.exp(min(shown.log_chance + math.log(max(number, 1)), 0.0))
+    how = f"; chance {chance:.1g} if noise is correct (≥ {FALSE_ALARM / TESTS:.1g})" * bool(wrong)
+    return Check.judged(name, [*wrong.values()], shown.name, shown.error_text + how)
 
 
 # --- the noise of one element --------------------------------------------------------------------

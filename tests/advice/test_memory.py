@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpbench.advice.choice import MAX_BATCH, largest_batch, needed, parse_memory
-from dpbench.advice.footprint import Count, Footprint
+from dpbench.advice.choice import parse_memory
+from dpbench.advice.footprint import MAX_BATCH, Count, Footprint, largest_batch, needed
 from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
 
