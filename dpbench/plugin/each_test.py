@@ -144,7 +144,8 @@ class EachTest:
         report = CaseReport.of_outcome(outcome)
         self._measured.append((outcome, report))
         if outcome.error:
-            tail = f"\n--- end of {outcome.log}\n{outcome.log_tail}" if outcome.log_tail else ""
+            end = f"\n--- end of {outcome.log or 'its output'}\n{outcome.log_tail}"
+            tail = end * bool(outcome.log_tail)
             pytest.fail(f"{outcome.error}: {outcome.message}{tail}", pytrace=False)
         return report
 
