@@ -154,8 +154,8 @@ def _table(case: Case, advice: Advice, card: str, memory: float | None, saved: R
     }
     columns = {header: shown for header, shown in columns.items() if shown[0] in frame}
     card_text = f"{card} with {memory / 1e9:.3g} GB" if memory else card
-    title = ", ".join([*title_parts({**case.columns, "trainer": ""}), card_text])
-    title += ": ÷ is the ratio to the standard step"
+    parts = title_parts({**case.columns, "trainer": ""})
+    title = ", ".join([*parts, f"{card_text}: ÷ is the ratio to the standard step"])
     return Table.of(title, frame, columns, _notes(advice, case))
 
 
@@ -172,10 +172,8 @@ def _notes(advice: Advice, case: Case) -> Iterator[str]:
         "the rates that the card reaches. Launch is 25 µs of CPU time for each operator outside "
         "CUDA graphs."
     )
-    yield (
-        f"Max batch: its counted peak memory fits beside {RESERVED / 1e9:g} GB for CUDA "
-        f"and {FRAGMENTATION:.0%} or the size of the largest tensor for fragmentation."
-    )
+    room = f"{RESERVED / 1e9:g} GB for CUDA, and {FRAGMENTATION:.0%} or the largest tensor to spare"
+    yield f"Max batch: its counted peak memory fits beside {room}."
     if case.gpus > 1:
         yield "Numbers are for one rank, without the time of communication between ranks."
     for why in dict.fromkeys(advice.refused.values()):

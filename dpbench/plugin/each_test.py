@@ -144,8 +144,8 @@ class EachTest:
         report = CaseReport.of_outcome(outcome)
         self._measured.append((outcome, report))
         if outcome.error:
-            end = f"\n--- end of {outcome.log or 'its output'}\n{outcome.log_tail}"
-            tail = end * bool(outcome.log_tail)
+            end, tail = outcome.log or "its output", outcome.log_tail
+            tail = f"\n--- end of {end}\n{tail}" if tail else ""
             pytest.fail(f"{outcome.error}: {outcome.message}{tail}", pytrace=False)
         return report
 
