@@ -38,23 +38,23 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tabulate import tabulate
-
 from dpbench.child.recorder import Recorder
 from dpbench.commands.case_arguments import add_case, chosen_case
 from dpbench.core import gpu
 from dpbench.core.case import AXES, Case
 from dpbench.core.errors import ConfigurationError, DpbenchError, own_line
-from dpbench.core.files import printable
 from dpbench.core.registry import locate
 from dpbench.core.subject import Subject
 from dpbench.instruments.interface import Instrument
 from dpbench.launch.case_process import PendingMeasurement
 from dpbench.launch.fork_server import postpone
+from dpbench.show.layout import Table
 from dpbench.verify.check_result import NOTE, Check
 from dpbench.verify.recorder import CheckingRecorder
 
 SMALL: dict[str, Any] = {"batch_size": 4, "seq_len": 16, "model_size": "tiny", "micro_batches": 2}
+WIDTH = 300
+"""Width of the table in characters. It keeps each check on one line despite long names."""
 LEGEND = "σ: noise multiplier; C: clipping threshold; B: batch size"
 """Line below the table."""
 
@@ -102,10 +102,11 @@ def as_text(case: Subject, checks: Sequence[Check]) -> str:
     judged = [check for check in checks if check.verdict != NOTE]
     lines = [[check.name, check.verdict, check.error_text, check.worst] for check in judged]
     headers = ["check", "verdict", "found", "worst parameter"]
-    table = printable(tabulate(lines, headers, disable_numparse=True))
+    title = f"verify {case.id}"
+    table = Table(title, headers, lines, (LEGEND,), align="left").as_text(WIDTH)
     below = [f"{check.name}: {line}" for check in checks for line in check.wrong]
     below += [f"{check.name}: {check.error_text}" for check in checks if check.verdict == NOTE]
-    return "\n".join([f"verify {case.id}", "", table, LEGEND, *([""] if below else []), *below])
+    return "\n".join([table, *([""] if below else []), *below])
 
 
 @dataclass(frozen=True)
