@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
 
-from dpbench.advice.footprint import Footprint, footprints, of_rank
+from dpbench.advice.footprint import Footprint, footprints, largest_batch, needed, of_rank
 from dpbench.advice.predict import OPERATOR_SECONDS, predict
 from dpbench.core.case import BASELINE_TRAINER, Case
 from dpbench.core.errors import ConfigurationError
@@ -29,21 +28,11 @@ KNOWN_METHODS = ("dpsgd_ghost", "dpsgd_fgc", "dpsgd")
 the memory and has no predicted time close to the recommended method's."""
 
 SLOW = 4.0
-"""If the recommended step takes more times a standard step, the advice says what to change in the
-model, so that a faster method trains it."""
+"""If the recommended step takes more times a standard step, or no method trains the model, the
+advice says what to change in the model, so that a faster method trains it."""
 
 ON_ALL_LAYERS = ("fused", "dpsgd")
-"""Methods whose refusals say what to change in the model."""
-
-RESERVED = 1.5e9
-"""Bytes of GPU memory that are assumed for CUDA's context, the driver and libraries."""
-
-FRAGMENTATION = 0.04
-"""Share of the peak memory that the allocator is assumed to lose to fragmentation. The assumed loss
-is at least the size of the largest tensor."""
-
-MAX_BATCH = 4096
-"""The largest batch per GPU that `largest_batch` considers."""
+"""Methods whose refusals say what to change in the model, the first that refuses."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +51,12 @@ class Advice:
             moves; they are NaN for the standard step. ``largest_batch`` is the largest batch that
             fits the memory, and ``fits`` is True if the case's batch fits the memory.
         refused: for each method with which this case cannot be trained or counted, the reason.
-        ways: for each trainer that chooses, layer by layer, a way to compute norms: the number of
-            layers that use each way.
     """
 
     trainer: str | None
     reason: str
     frame: pd.DataFrame
     refused: Mapping[str, str] = field(default_factory=dict)
-    ways: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
 def advise(
@@ -106,7 +92,7 @@ def advise(
     rank = of_rank(cases[0])
     counted: dict[Case, Footprint] = {}
     refused: dict[str, str] = {}
-    for each, found in footprints(dict.fromkeys([*cases, rank])):
+    for each, found in footprints(dict.fromkeys([*cases, rank]), memory):
         progress(each.trainer)
         if isinstance(found, Footprint):
             counted[each] = found
@@ -122,11 +108,10 @@ def advise(
         if each in counted
     ]
     frame = _over_standard(pd.DataFrame(rows))
-    ways = {each.trainer: ways for each, found in counted.items() if (ways := found.first.ways)}
     trainer, reason = _choice(frame, case.batch_size, memory)
-    if frame[frame.trainer == trainer].predicted_ratio.gt(SLOW).any():
+    if len(frame) == 1 or frame[frame.trainer == trainer].predicted_ratio.gt(SLOW).any():
         reason = _changes(refused) + reason
-    return Advice(trainer, reason, frame, refused, ways)
+    return Advice(trainer, reason, frame, refused)
 
 
 def _row(
@@ -207,13 +192,16 @@ def _choice(frame: pd.DataFrame, batch_size: int, memory: float) -> tuple[str | 
 
 def _changes(refused: Mapping[str, str]) -> str:
     """Return what to change in the model so that faster methods train it, as text."""
-    whys = {
-        name: refused[name].partition(", or use the trainer")[0]
-        for name in ON_ALL_LAYERS
-        if name in refused
-    }
-    told = "; ".join(f"`{name}` refuses: {why}" for name, why in whys.items())
-    return f"Change the model for a faster step: {told}. As it is: " if told else ""
+    for why in [refused[name] for name in ON_ALL_LAYERS if name in refused][:1]:
+        names = [f"`{name}`" for name, other in refused.items() if other == why]
+        said = f"{', '.join(names)} refuse{'s' * (len(names) == 1)}: {cut(why)}"
+        return f"Change the model first: {said}. As it is: "
+    return ""
+
+
+def cut(why: str) -> str:
+    """Return the reason of a refusal without the advice to use another trainer."""
+    return why.partition(", or use the trainer")[0]
 
 
 def _compared(best: pd.Series[Any], other: pd.Series[Any]) -> str:
@@ -243,24 +231,6 @@ def with_measured(frame: pd.DataFrame, summary: pd.DataFrame, case: Case) -> pd.
         values = steps[steps.metric == metric].drop_duplicates("trainer").set_index("trainer").value
         frame = frame.assign(**{name: frame.trainer.map(values)})
     return frame
-
-
-def needed(footprint: Footprint, batch_size: int) -> float:
-    """Return the bytes of GPU memory that a step with this batch size needs."""
-    peak, _ = footprint.peak(batch_size)
-    return peak + max(FRAGMENTATION * peak, footprint.largest_tensor(batch_size)) + RESERVED
-
-
-def largest_batch(footprint: Footprint, memory: float) -> int:
-    """Return the largest batch size that fits the memory of each GPU, or 0 if none fits.
-
-    The batch size is at most `MAX_BATCH` for each GPU. It is a multiple of the number of GPUs times
-    the number of micro-batches.
-    """
-    case = footprint.case
-    part = case.micro_batches * case.gpus
-    sizes = range(part, MAX_BATCH * case.gpus + 1, part)
-    return part * bisect_right(sizes, memory, key=lambda size: needed(footprint, size))
 
 
 def parse_memory(text: str) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import re
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -31,6 +32,16 @@ Key = TypeVar("Key", bound=Hashable)
 DEPTHS = 2, 3
 """The numbers of layers with which a model of more equal layers is counted."""
 
+RESERVED = 1.5e9
+"""Bytes of GPU memory that are assumed for CUDA's context, the driver and libraries."""
+
+FRAGMENTATION = 0.04
+"""Share of the peak memory that the allocator is assumed to lose to fragmentation. The assumed loss
+is at least the size of the largest tensor."""
+
+MAX_BATCH = 4096
+"""The largest batch per GPU that `largest_batch` considers."""
+
 
 @dataclass(frozen=True)
 class Count:
@@ -46,8 +57,6 @@ class Count:
         norms: for the standard trainer, the minimum bytes that private training would read to
             compute the norms of this batch's gradients; 0 for other trainers.
         in_graphs: True if steps run as CUDA graphs, see `TrainerBase`.
-        ways: for each way to compute norms, the number of layers that use it; empty if the trainer
-            does not choose ways.
     """
 
     batch_size: int
@@ -56,7 +65,6 @@ class Count:
     largest: int
     norms: int
     in_graphs: bool
-    ways: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -113,9 +121,36 @@ class Footprint:
         return {key: low[key] + share * (high[key] - low[key]) for key in low if key in high}
 
 
+def needed(footprint: Footprint, batch_size: int) -> float:
+    """Return the bytes of GPU memory that a step with this batch size needs."""
+    peak, _ = footprint.peak(batch_size)
+    return peak + max(FRAGMENTATION * peak, footprint.largest_tensor(batch_size)) + RESERVED
+
+
+def largest_batch(footprint: Footprint, memory: float) -> int:
+    """Return the largest batch size that fits the memory of each GPU, or 0 if none fits.
+
+    The batch size is at most `MAX_BATCH` for each GPU. It is a multiple of the number of GPUs times
+    the number of micro-batches.
+    """
+    case = footprint.case
+    part = case.micro_batches * case.gpus
+    sizes = range(part, MAX_BATCH * case.gpus + 1, part)
+    return part * bisect_right(sizes, memory, key=lambda size: needed(footprint, size))
+
+
 @dataclass(frozen=True)
 class Counts(Logical):
-    """An instrument that counts in one process all steps that a `Footprint` needs."""
+    """An instrument that counts in one process all steps that a `Footprint` needs.
+
+    A step with the estimated `largest_batch` is counted, too, and then the estimate is repeated.
+    A trainer whose number of calls grows with the batch would take long, and needs no such step.
+
+    Attributes:
+        memory: the bytes of a GPU's memory; 0 to count no step with the largest batch.
+    """
+
+    memory: float = 0.0
 
     def start(self, case: Case) -> CaseProcess:
         return CaseProcess(Task(case, self), log=None, timeout=self.timeout)
@@ -123,8 +158,16 @@ class Counts(Logical):
     def record_case(self, case: Case) -> Outcome:
         faulthandler.enable(2)
         layers = equal_layers(case)
-        counts = [vars(self.of_layers(each, layers)) for each in steps_of(case)]
-        return Outcome(case, (), details={"counts": counts})
+        counts = [self.of_layers(each, layers) for each in steps_of(case)]
+        known = {0, MAX_BATCH * case.gpus, *(count.batch_size for count in counts)}
+        numbers = {sum(times for _, _, times, *_ in count.calls) for count in counts}
+        for _ in range(2 * (len(numbers) == 1)):
+            size = largest_batch(Footprint(case, counts), self.memory)
+            if size in known:
+                break
+            known.add(size)
+            counts.append(self.of_layers(replace(case, batch_size=size), layers))
+        return Outcome(case, (), details={"counts": [*map(vars, counts)]})
 
     def of_layers(self, case: Case, layers: int) -> Count:
         """Count a step of a case, from few layers if it has many equal ones."""
@@ -139,14 +182,7 @@ class Counts(Logical):
         With ``few`` layers, only live bytes after the first and last call of each operator are
         returned, because the number of layers can decide after which call there are the most.
         """
-        counter, (ways, in_graphs), _ = counted(
-            case,
-            self.active,
-            lambda trainer: (
-                dict(Counter(getattr(trainer, "ways", {}).values())),
-                trainer.in_graphs,
-            ),
-        )
+        counter, in_graphs, _ = counted(case, self.active, lambda trainer: trainer.in_graphs)
         alike = Counter[tuple[str, str, Any]]()  # without the source lines of calls
         for (phase, operator, cost, _), times in counter.calls.items():
             alike[phase, operator, cost] += times
@@ -164,7 +200,6 @@ class Counts(Logical):
             counter.memory.largest,
             norm_reads(case) if case.trainer == BASELINE_TRAINER else 0,
             in_graphs,
-            ways,
         )
 
 
@@ -229,17 +264,18 @@ def extrapolated(low: Count, high: Count, share: float) -> Count:
         round(sizes["largest"]),
         round(sizes["norms"]),
         high.in_graphs,
-        {way: round(number) for way, number in on_line(low.ways, high.ways).items()},
     )
 
 
-def footprints(cases: Iterable[Case]) -> Generator[tuple[Case, Footprint | DpbenchError]]:
+def footprints(
+    cases: Iterable[Case], memory: float = 0.0
+) -> Generator[tuple[Case, Footprint | DpbenchError]]:
     """Yield each case in order with its footprint, or with the error of a failed count.
 
-    As many cases as there are CPU cores are counted at once.
+    As many cases as there are CPU cores are counted at once. ``memory`` is that of `Counts`.
     """
     cases = [*cases]
-    starts = (partial(Counts().start, case) for case in cases)
+    starts = (partial(Counts(memory=memory).start, case) for case in cases)
     with closing(at_once(starts, cores())) as ended:
         for case, process in zip(cases, ended, strict=True):
             try:

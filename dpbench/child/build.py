@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from operator import itemgetter
 from typing import Any
@@ -86,6 +87,8 @@ def build(
         raise ConfigurationError(
             f"{case.id} needs {case.gpus} ranks, but this process group has {ranks}"
         )
+    # Opacus registers full backward hooks on embeddings, whose inputs need no gradients.
+    warnings.filterwarnings("ignore", "Full backward hook is firing")
     torch.manual_seed(seed)
     set_tf32(case, device)
     workload = workload_of(case)

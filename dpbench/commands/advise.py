@@ -27,7 +27,8 @@ from tempfile import TemporaryDirectory
 
 from tqdm import tqdm
 
-from dpbench.advice.choice import MAX_BATCH, Advice, advise, parse_memory, with_measured
+from dpbench.advice.choice import Advice, advise, cut, parse_memory, with_measured
+from dpbench.advice.footprint import FRAGMENTATION, MAX_BATCH, RESERVED
 from dpbench.advice.predict import OPERATOR_SECONDS, measured_operator_seconds
 from dpbench.commands.case_arguments import add_case, chosen_case
 from dpbench.commands.list import saved_run
@@ -39,7 +40,7 @@ from dpbench.core.settings import axis_help, declare
 from dpbench.results.roofline import find_card, known_roofs
 from dpbench.results.run import Run
 from dpbench.show.comparison import amount
-from dpbench.show.layout import Shown, Table, as_text, gigabytes, step_milliseconds, terminal_width
+from dpbench.show.layout import Shown, Table, as_text, step_milliseconds, terminal_width
 from dpbench.show.tables import title_parts
 
 DEFAULT_CARD = "h200"
@@ -169,26 +170,20 @@ def _table(
         "method": ("trainer", str),
         "bytes\n÷": ("bytes_ratio", ratio),
         "FLOP\n÷": ("flops_ratio", ratio),
-        "launch\n÷": ("launches_ratio", ratio),
         "peak\n÷": ("peak_ratio", ratio),
         "roof-\nline\nms": ("roofline_seconds", step_milliseconds),
         "launch\nms": ("launch_seconds", step_milliseconds),
         "time\nms": ("predicted_seconds", step_milliseconds),
         "time\n÷": ("predicted_ratio", ratio),
-        "most\nbatch": ("largest_batch", lambda size: f"{'≥ ' * (size >= MAX_BATCH)}{size}"),
-        "above\nfloor\nGB": ("above_floor_bytes", gigabytes),
+        "max\nbatch": ("largest_batch", lambda size: f"{'≥ ' * (size >= MAX_BATCH)}{size}"),
         "measured\nms": ("measured_seconds", step_milliseconds),
         "DRAM\n÷": ("measured_bytes_ratio", ratio),
     }
     columns = {header: shown for header, shown in columns.items() if shown[0] in frame}
     card_text = f"{card} with {memory / 1e9:.3g} GB" if memory else card
-    title = ", ".join([*title_parts({**case.columns, "trainer": ""}), card_text])
-    return Table.of(
-        f"{title}: ÷ is the ratio to the standard step",
-        frame,
-        columns,
-        _notes(advice, case, launch),
-    )
+    parts = title_parts({**case.columns, "trainer": ""})
+    title = ", ".join([*parts, f"{card_text}: ÷ is the ratio to the standard step"])
+    return Table.of(title, frame, columns, _notes(advice, case, launch))
 
 
 def _notes(advice: Advice, case: Case, launch: str) -> Iterator[str]:
@@ -204,15 +199,11 @@ def _notes(advice: Advice, case: Case, launch: str) -> Iterator[str]:
         f"the rates that the card reaches. Launch is {launch} of CPU time for each operator "
         "outside CUDA graphs."
     )
-    yield (
-        "Floor: the bytes of a standard step, and the bytes that norms must read: the input and "
-        "output gradient of each layer, or the gradient of each example."
-    )
+    room = f"{RESERVED / 1e9:g} GB for CUDA, and {FRAGMENTATION:.0%} or the largest tensor to spare"
+    yield f"Max batch: its counted peak memory fits beside {room}."
     if case.gpus > 1:
         yield "Numbers are for one rank, without the time of communication between ranks."
-    for trainer, ways in advice.ways.items():
-        listed = ", ".join(f"{number} {way}" for way, number in ways.items())
-        yield f"{trainer}: number of layers by the way to their norms: {listed}."
     for why in dict.fromkeys(advice.refused.values()):
-        trainers = ", ".join(name for name, other in advice.refused.items() if other == why)
-        yield f"{trainers}: {why}"
+        if cut(why) not in advice.reason:
+            trainers = ", ".join(name for name, other in advice.refused.items() if other == why)
+            yield f"{trainers}: {why}"

@@ -1,10 +1,11 @@
 """Check what works on this machine, before you spend time on measuring.
 
-doctor checks packages, directories, GPU and Nsight Compute, and reads counters with Nsight Compute
-and CUPTI. To calibrate the counters, it copies, fills and reads data of known size. The counted
-bytes of DRAM, of L2 and of global loads and stores must be within 1 %, and a table shows them. Each
-line is ok, warning or failed, and a second line often names a remedy. The exit code is 1 if a check
-failed. Reports and logs of the measured processes stay in the folder doctor of --ncu-dir.
+doctor checks packages, counting and directories. If there is a GPU, doctor also checks the GPU and
+Nsight Compute, and reads counters with Nsight Compute and CUPTI. To calibrate the counters, it
+copies, fills and reads data of known size. The counted bytes of DRAM, of L2 and of global loads and
+stores must be within 1 %, and a table shows them. Each line is ok, warning or failed, and a second
+line often names a remedy. The exit code is 1 if a check failed. Reports and logs of the measured
+processes stay in the folder doctor of --ncu-dir.
 
 With --chip, doctor only lists the metrics that CUPTI counts on a chip, the counters behind them,
 and the number of steps that they need.
@@ -302,7 +303,7 @@ def logical_counting(settings: Settings) -> Iterator[Diagnosis]:
     """Check that logical bytes can be counted, which needs no GPU."""
     rows = {(row.phase, row.metric): row.value for row in Logical().count(SMALL_CASE).rows}
     moved = rows[STEP, "logical_read_bytes"] + rows[STEP, "logical_write_bytes"]
-    yield Diagnosis("logical counting", OK, f"{SMALL_CASE.id}: {gigabytes(moved)} GB a step")
+    yield Diagnosis("logical counting", OK, f"{SMALL_CASE.id}: {moved / 1e6:.1f} MB a step")
 
 
 def directories(settings: Settings) -> Iterator[Diagnosis]:
@@ -316,8 +317,11 @@ def directories(settings: Settings) -> Iterator[Diagnosis]:
 def gpu(settings: Settings) -> Iterator[Diagnosis]:
     """Check that this machine has a GPU, and that no process uses a visible GPU."""
     if not visible_gpus():
-        remedy = "check that nvidia-smi lists a GPU; logical bytes can be counted without one"
-        yield Diagnosis("gpu", FAILED, why_no_gpu(), remedy)
+        remedy = (
+            "without a GPU, bytes, arithmetic and peak memory are counted; with a GPU, they and "
+            "times are also measured; if this machine has one, check that nvidia-smi lists it"
+        )
+        yield Diagnosis("gpu", WARNING, f"none: {why_no_gpu()}", remedy)
     for found in visible_gpus():
         size = "" if found.memory_bytes is None else f", {gigabytes(found.memory_bytes)} GB"
         yield Diagnosis("gpu", OK, f"{found.name}{size}, driver {found.driver}, {found.uuid}")
@@ -345,7 +349,9 @@ def torch(settings: Settings) -> Iterator[Diagnosis]:
 
 
 def ncu(settings: Settings) -> Iterator[Diagnosis]:
-    """Check that Nsight Compute is installed, and that the package ncu-report is not older."""
+    """Check that Nsight Compute is installed and not newer than ncu-report, if there is a GPU."""
+    if not visible_gpus():
+        return
     path = find_ncu(settings.of(CounterOptions).ncu_path)
     version, reader = version_of(path), metadata.version("ncu-report")
     detail = f"{version}, {path}"
@@ -359,20 +365,14 @@ def ncu(settings: Settings) -> Iterator[Diagnosis]:
         yield Diagnosis("ncu", OK, detail)
 
 
-def _not_checked(lacking: str, *checks: str) -> list[Diagnosis]:
-    reason = f"not checked: this machine has no {lacking}"
-    return [Diagnosis(check, WARNING, reason) for check in checks]
-
-
 def counters(settings: Settings) -> Iterator[Diagnosis]:
     """Check that ncu can read counters, and that the counters count known work correctly."""
+    if not visible_gpus():
+        return
     try:
         path = find_ncu(settings.of(CounterOptions).ncu_path)
     except NcuNotFound:
-        path = ""
-    if not path or not visible_gpus():
-        lacking = "ncu" if visible_gpus() else "GPU"
-        yield from _not_checked(lacking, "counters", "ncu calibration")
+        yield Diagnosis("counters", WARNING, "not checked: this machine has no ncu")
         return
     case, chip = work_that_fits(), chip_here()
     metrics, folder = on_chip(chip), settings.ncu_dir / "doctor"
@@ -394,7 +394,6 @@ def counters(settings: Settings) -> Iterator[Diagnosis]:
 def cupti(settings: Settings) -> Iterator[Diagnosis]:
     """Check that CUPTI counts known bytes correctly, and almost none while the GPU is idle."""
     if not visible_gpus():
-        yield from _not_checked("GPU", "cupti", "cupti calibration")
         return
     case = work_that_fits()
     instrument = Cupti(settings.ncu_dir / "doctor", steps=STEPS, timeout=settings.timeout)

@@ -131,7 +131,7 @@ def _table(entries: Sequence[tuple[Run, list[str]]], rows: list[Any], limit: Lim
         differ = [each for each in differing_conditions(before, run) if each[:7] != "commit "]
         differ += clock_notes(level, row)
         if differ or verdict is not False:
-            notes.append(f"{labels[0]}: {'; '.join(differ) or 'no other difference is known'}")
+            notes.append(f"{labels[0]}: {'; '.join(differ) or 'same software, machine, options'}")
         level, before = row if verdict else level, run
     number = f"{subject_from(level).id}: {limit.written.partition(':')[0]}"
     return Table(f"{number}, {level['instrument']} on {level['device']}", HEADERS, cells, (*notes,))

@@ -42,6 +42,7 @@ from dpbench.core import gpu
 from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import printable
+from dpbench.core.grid import METHODS
 from dpbench.core.settings import OPTIONS, Settings, declare
 from dpbench.instruments import ON_GPU, choose, declare_built_in
 from dpbench.instruments.counters import CounterOptions
@@ -77,6 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         declare(group.add_argument, name)
         if name == "instrument":
             declare_built_in(group.add_argument)
+    parser.set_defaults(grid=METHODS)
     cluster.add_arguments(parser.add_argument_group("a cluster, with a job for each shard"))
 
 

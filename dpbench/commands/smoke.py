@@ -62,10 +62,10 @@ def run(options: argparse.Namespace) -> int:
         except Exception as error:  # report any error
             failed += 1
             where = own_line(error.__traceback__)
-            print(f"[TEST FAILED] {name}: {type(error).__name__}: {error}{where}")
+            print(f"{trainer}: [TEST FAILED] {name}: {type(error).__name__}: {error}{where}")
         else:
             note = f" Its gradients were not compared with a loop's: {why_not}." if why_not else ""
-            print(f"[TEST OK] {name} passed local test.{note}")
+            print(f"{trainer}: [TEST OK] {name} passed local test.{note}")
     return 1 if failed else 0
 
 

@@ -9,7 +9,7 @@ optimizer receives are judged.
 Noise must have the deviation σC/B in each step and for several σ, C and B, whatever the gradients
 are. Its distribution must be normal, including the tails. Noise must not repeat between elements,
 parameters, steps, runs and processes, even if it is shifted. Correct noise fails with a probability
-of at most 1e-6. Beside each result, "chance" is a bound on the probability of a result as extreme.
+of at most 1e-6.
 
 What steps leave behind in buffers and in the state of optimizers may depend on an example only as
 far as noise hides it. A linear layer is trained for 240 steps, with noise and without. Two more
@@ -55,6 +55,8 @@ from dpbench.verify.recorder import CheckingRecorder
 SMALL: dict[str, Any] = {"batch_size": 4, "seq_len": 16, "model_size": "tiny", "micro_batches": 2}
 WIDTH = 300
 """Width of the table in characters. It keeps each check on one line despite long names."""
+LEGEND = "σ: noise multiplier; C: clipping threshold; B: batch size"
+"""Line below the table."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,8 +101,9 @@ def as_text(case: Subject, checks: Sequence[Check]) -> str:
     """Format the checks as a table. Below it are a line for each error, and the notes."""
     judged = [check for check in checks if check.verdict != NOTE]
     lines = [[check.name, check.verdict, check.error_text, check.worst] for check in judged]
-    headers = ["check", "verdict", "how far", "worst parameter"]
-    table = Table(f"verify {case.id}", headers, lines).as_text(WIDTH)
+    headers = ["check", "verdict", "found", "worst parameter"]
+    title = f"verify {case.id}"
+    table = Table(title, headers, lines, (LEGEND,), align="left").as_text(WIDTH)
     below = [f"{check.name}: {line}" for check in checks for line in check.wrong]
     below += [f"{check.name}: {check.error_text}" for check in checks if check.verdict == NOTE]
     return "\n".join([table, *([""] if below else []), *below])

@@ -208,6 +208,8 @@ GRIDS = {
     )
 }
 """The built-in grids by name, for example for ``--grid``."""
+METHODS = "methods"
+"""The default grid of ``dpbench run``: the cells of grid1, also with the trainer ``fused``."""
 GRIDS["opacus-layers"] = Grid(  # the layers of ``benchmarks/`` in Opacus's repository
     "opacus-layers",
     {
@@ -215,4 +217,7 @@ GRIDS["opacus-layers"] = Grid(  # the layers of ``benchmarks/`` in Opacus's repo
         "batch_size": (16, 64, 256),
         "workload": tuple(f"layer:layer={layer}" for layer in _LAYERS.split()),
     },
+)
+GRIDS[METHODS] = replace(
+    GRIDS["grid1"], name=METHODS, axes={**GRIDS["grid1"].axes, "trainer": (*_ALL_TRAINERS, "fused")}
 )

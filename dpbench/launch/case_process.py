@@ -91,9 +91,9 @@ class CaseProcess(PendingMeasurement):
         if log is not None:
             with suppress(OSError):
                 log.parent.mkdir(parents=True, exist_ok=True)
-        log_is_kept = log is not None and os.access(log.parent, os.W_OK)
+        self.keeps_log = log is not None and os.access(log.parent, os.W_OK)
         scratch = self._scratch.enter_context(tempfile.TemporaryDirectory(prefix="dpbench-"))
-        if log is None or not log_is_kept:
+        if log is None or not self.keeps_log:
             log = Path(scratch, "log")
         case, task_file = task.case, log.with_suffix(".task.json")
         task.write(task_file)
@@ -104,7 +104,7 @@ class CaseProcess(PendingMeasurement):
         if path := python_path(case):
             added["PYTHONPATH"] = path
         shell_command = shlex.join(["env", *(f"{k}={v}" for k, v in added.items()), *command])
-        if log_is_kept:
+        if self.keeps_log:
             print(f"$ {shell_command}", file=sys.stderr, flush=True)
         self._start = time.monotonic()
         log.unlink(missing_ok=True)  # a process of an earlier run may still write to the old log
@@ -131,7 +131,7 @@ class CaseProcess(PendingMeasurement):
         if outcome.error is None:
             return outcome
         tail = "\n".join(log_lines(self.log)[-LOG_LINES:])
-        return replace(outcome, log=str(self.log), log_tail=tail)
+        return replace(outcome, log=str(self.log) if self.keeps_log else None, log_tail=tail)
 
     def _reported(self) -> Outcome:
         """Wait for the process and return its outcome, which contains any error."""

@@ -144,7 +144,8 @@ class EachTest:
         report = CaseReport.of_outcome(outcome)
         self._measured.append((outcome, report))
         if outcome.error:
-            tail = f"\n--- end of {outcome.log}\n{outcome.log_tail}" if outcome.log_tail else ""
+            end, tail = outcome.log or "its output", outcome.log_tail
+            tail = f"\n--- end of {end}\n{tail}" if tail else ""
             pytest.fail(f"{outcome.error}: {outcome.message}{tail}", pytrace=False)
         return report
 

@@ -37,6 +37,7 @@ class Table:
         cells: the texts of each line.
         notes: the notes below the table.
         exact: the values that ``cells`` shows as texts, or an empty list.
+        align: the alignment of all columns but the first, ``left`` or ``right``.
     """
 
     title: str
@@ -44,6 +45,7 @@ class Table:
     cells: list[list[str]]
     notes: tuple[str, ...] = ()
     exact: list[list[Any]] = field(default_factory=list)
+    align: str = "right"
 
     @classmethod
     def of(
@@ -101,7 +103,7 @@ class Table:
 
     def _render(self, columns: Sequence[int], style: str) -> str:
         headers, *cells = ([line[i] for i in columns] for line in (self.headers, *self.cells))
-        align = ["left"] + ["right"] * (len(columns) - 1)
+        align = ["left"] + [self.align] * (len(columns) - 1)
         return tabulate(cells, headers, tablefmt=style, colalign=align, disable_numparse=True)
 
 

@@ -350,10 +350,8 @@ def _notes(group: Group, columns: list[Metric], view: TableOptions) -> Iterator[
     known = rows.groupby("label", sort=False).has_baseline.any()
     not_measured = f"the {view.baseline!r} trainer was not measured for"
     if ratios and not known.any() and (rows.workload == SCRIPT).all():
-        yield (
-            "No ratio: name the saved run of another script with dpbench exec --baseline NUM, or "
-            "use report.ratio_to(other) in a test."
-        )
+        if view.baseline == BASELINE_TRAINER:
+            yield "No ratio: name the saved run of another script with --baseline NUM."
     elif ratios and not known.any():
         one_cell = len(rows[CONFIGURATION].drop_duplicates()) == 1
         yield f"No ratio: {not_measured} {'this cell' if one_cell else 'these cells'}."
@@ -408,7 +406,7 @@ def _one_gpu_table(group: Group, columns: list[Metric]) -> list[Table]:
 
 
 def _differing_labels(group: Group, outcomes: Iterable[Outcome]) -> Iterator[str]:
-    """Yield a note for each label of trainers that differs between the trainers of a table."""
+    """Yield a note for each value of a label that only some trainers of a table have."""
     rows = group.shown
     shown = dict(zip(rows.case, rows.label, strict=True))
     labels: dict[str, dict[str, list[str]]] = {}
@@ -417,9 +415,9 @@ def _differing_labels(group: Group, outcomes: Iterable[Outcome]) -> Iterator[str
             for name, value in outcome.labels.items():
                 labels.setdefault(name, {}).setdefault(value, []).append(row)
     for name, values in labels.items():
-        parts = [f"{value} ({', '.join(dict.fromkeys(who))})" for value, who in values.items()]
-        if len(parts) > 1:
-            yield f"Labels differ, {name}: {', '.join(parts)}."
+        _, *fewer = sorted(values, key=lambda value: -len(values[value]))
+        for value in fewer:
+            yield f"Only {', '.join(dict.fromkeys(values[value]))}: {name} {value}."
 
 
 def _spreads(group: Group, columns: list[Metric]) -> Iterator[str]:

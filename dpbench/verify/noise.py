@@ -174,8 +174,9 @@ def _check(name: str, found: Sequence[Comparison], number: int) -> Check:
     """Make a check that fails if any comparison is too unlikely.
 
     ``number`` is the number of the test's comparisons. The check names each wrong parameter once. A
-    failure of all parameters together is named only if it is the first failure. The result includes
-    a bound on the chance that any of so many comparisons is as extreme, and its limit.
+    failure of all parameters together is named only if it is the first failure. A check that passes
+    shows the result of all parameters together, if there is one. A check that fails shows the least
+    likely result, and a bound on the probability that any of so many comparisons is as extreme.
     """
     if not found:
         why = "too few elements of noise that rounding does not hide"
@@ -186,10 +187,11 @@ def _check(name: str, found: Sequence[Comparison], number: int) -> Check:
         if not each.log_chance >= limit and (each.name or not wrong):
             parameter = each.name or "all parameters"
             wrong.setdefault(parameter, f"{parameter}: {each.message}")
-    worst = min(found, key=lambda each: each.log_chance)
-    chance = math.exp(min(worst.log_chance + math.log(max(number, 1)), 0.0))
-    how = f"{worst.error_text}, chance {chance:.2g} (≥ {FALSE_ALARM / TESTS:.1g})"
-    return Check.judged(name, [*wrong.values()], worst.name, how)
+    together = [each for each in found if not (each.name or wrong)]
+    shown = min(together or found, key=lambda each: each.log_chance)
+    chance = math.exp(min(shown.log_chance + math.log(max(number, 1)), 0.0))
+    how = f"; chance {chance:.1g} if noise is correct (≥ {FALSE_ALARM / TESTS:.1g})" * bool(wrong)
+    return Check.judged(name, [*wrong.values()], shown.name, shown.error_text + how)
 
 
 # --- the noise of one element --------------------------------------------------------------------
@@ -237,7 +239,7 @@ def _distributions(draws: Sequence[Draw], eps: float) -> Comparisons:
         distance, chance = _distance(_thinned(values, DISTRIBUTION_ELEMENTS), eps)
         sizes, n, where = values.abs(), values.numel(), f" ({run})" * bool(run)
         message = f"the distribution differs from the normal one by {distance:.2g}{where}"
-        found.append(Comparison(chance, name, message, f"{distance:.2g}"))
+        found.append(Comparison(chance, name, message, f"off by {distance:.2g} from normal"))
         for beyond in TAILS:
             k = int(torch.count_nonzero(sizes > beyond))
             least, most = (math.erfc(beyond * (1 + off) / 2**0.5) for off in (eps, -eps))
@@ -282,8 +284,9 @@ def _repeated_values(draws: Sequence[Draw]) -> Comparisons:
     if not n:
         return [], 0
     close = int((torch.erf(_sorted(values) / 2**0.5).diff() <= SAME_RANK).sum())
-    chance = log_chance_of_count(close, n, 0.0, min(1.02 * (n + 1) * SAME_RANK, 1.0))
-    message = f"{close} of {n + 1} values repeat"
+    share = min(1.02 * (n + 1) * SAME_RANK, 1.0)
+    chance = log_chance_of_count(close, n, 0.0, share)
+    message = f"{close} of {n + 1} values repeat (32 bits make up to {n * share:.0f} repeat)"
     return [Comparison(chance, "", message, message)], 1
 
 
@@ -325,8 +328,9 @@ def shift_correlations(draws: Sequence[Draw]) -> Comparisons:
         shift, correlations = worst_shift(vector)
         for r, n in correlations:
             chance = float(log_chance_of_correlation(torch.tensor(r).double(), torch.tensor(n)))
-            message = f"the noise repeats after {shift} elements in {where} (correlation {r:.2g} "
-            found.append(Comparison(chance, name, f"{message}of {n} pairs)", f"r = {r:.2g} of {n}"))
+            size = f"correlation {r:.2g} of {n} pairs"
+            message = f"the noise repeats after {shift} elements in {where} ({size})"
+            found.append(Comparison(chance, name, message, size))
     return found, 2 * sum(len(vector) for _, vector, _ in vectors)
 
 
@@ -400,7 +404,7 @@ def _correlations(named: Sequence[tuple[str, str, Tensor]]) -> Comparisons:
     for i, j in enumerate(others.tolist()):
         (name, where, _), (other, other_step, _) = named[i], named[j]
         which = "that" if other == name else f"that of {other}"
-        size = f"r = {float(r[i, j]):.2g} of {int(n[i, j])}"
+        size = f"correlation {float(r[i, j]):.2g} of {int(n[i, j])} pairs"
         message = f"its noise in {where} correlates with {which} in {other_step} ({size})"
         found.append(Comparison(float(worst[i]), name, message, size))
     return found, len(named) ** 2 // 2
@@ -421,5 +425,5 @@ def _along_gradients(draws: Sequence[Draw]) -> Comparisons:
         message = f"the clipped gradient is off by {far:.3g} noise deviations"
         message += f" ({run})" * bool(run)
         chance = math.log(2) - beyond**2 / 2
-        found.append(Comparison(chance, name, message, f"{far:.2g} deviations"))
+        found.append(Comparison(chance, name, message, f"{far:.2g} deviations along the gradient"))
     return found, len(found)

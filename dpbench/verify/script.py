@@ -23,11 +23,11 @@ from dpbench.verify.script_record import StepRecord, shape_of
 MOST_NAMES = 3
 """Largest number of parameters that one line of a message names."""
 
-ASSUMPTIONS = (
-    "assumed: the loss is a mean or sum over examples, of which none has inputs or labels that "
-    "are made of others; the sampler draws at its stated rate"
+NOT_CHECKED = (
+    "that the loss is a mean or sum over examples; that no example's input or label is made of "
+    "others; that the sampler draws at its rate; that no private data passes through Python "
+    "numbers, NumPy or files; other steps than these"
 )
-NOT_FOUND = "private data by way of Python numbers, NumPy or files; faults outside these steps"
 
 
 def check_steps(record: StepRecord) -> Iterator[Check]:
@@ -114,7 +114,7 @@ def _gradient_checks(private: PrivateSteps) -> Iterator[Check]:
     why = "; ".join(private.reasons)
     if private.errors:
         far, worst, tolerance = max(private.errors)
-        error_text = f"{far:.2g} (≤ {tolerance:g}), {', '.join(private.clips)}"
+        error_text = f"off by {far:.2g} of its norm (≤ {tolerance:g}), {', '.join(private.clips)}"
         yield Check.judged("gradient", wrong, worst, error_text)
         if not private.has_clipped:
             yield Check("clipping", NOT_JUDGED, "", "no norm exceeded the threshold")
@@ -132,7 +132,7 @@ def _notes(record: StepRecord) -> Iterator[Check]:
     seeds = [each.known_seed for each in latest if each.known_seed is not None]
     if record.private.draws and seeds:
         notes["seed"] = f"who knows the seed {min(seeds)} can subtract the noise"
-    notes |= {"loss and sampling": ASSUMPTIONS, "not found": NOT_FOUND}
+    notes["not checked"] = NOT_CHECKED
     for name, text in notes.items():
         yield Check(name, NOTE, "", text)
 

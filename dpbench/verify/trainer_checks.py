@@ -299,7 +299,7 @@ def _tokens_alike(name: str, layers: Sequence[Verification]) -> Check:
                     f"an example with {offset:g} added to its inputs moves parameters by "
                     f"{worst:.4g} C/B{batching.label}, but at most {1 + off:.4g} C/B is allowed"
                 )
-    return Check.judged(name, wrong, "", f"{most:.4g} C/B (≤ {1 + off:.4g})")
+    return Check.judged(name, wrong, "", f"moves by {most:.4g} C/B (≤ {1 + off:.4g})")
 
 
 def _batch_alike(layer: Verification, size: int, offset: float, *, paired: bool) -> Batch:
@@ -340,7 +340,7 @@ def _examples_alike(name: str, layer: Verification) -> Check:
             means.append(float(torch.cat([g.flatten() for g in step.values()]).mean()))
         most = max(most, abs(means[1] - means[0]) * size)
     wrong = [f"one of {ALIKE} equal examples moves their sum by {most:.3g} times its gradient"]
-    found = f"{most:.3g} times its gradient (≤ {MOST_ALIKE:g})"
+    found = f"moves by {most:.3g} times its gradient (≤ {MOST_ALIKE:g})"
     return Check.judged(name, wrong * (not most <= MOST_ALIKE), "", found)
 
 
@@ -368,7 +368,8 @@ def _added_later(name: str, layer: Verification) -> Check:
     moved = {str(i): p.detach() - b for i, (p, b) in enumerate(zip(trained, before, strict=True))}
     times = _norm(moved) / threshold
     wrong = [f"a batch moves parameters by {times:.4g} C with a layer that was added later"]
-    return Check.judged(name, wrong * (times > 1 + SLACK), "", f"{times:.4g} C (≤ {1 + SLACK:g})")
+    found = f"moves by {times:.4g} C (≤ {1 + SLACK:g})"
+    return Check.judged(name, wrong * (times > 1 + SLACK), "", found)
 
 
 def _not_finite(name: str, layer: Verification) -> Iterator[Check]:
@@ -403,7 +404,7 @@ def _not_finite(name: str, layer: Verification) -> Iterator[Check]:
                 where = ("an input", "an output gradient")[which]
                 example = f"an example with {value} in {where}{batching.label}"
                 wrong.append(f"{example} moves finite parameters by {times:.4g} C/B")
-    yield Check.judged(name, wrong, "", f"{most:.4g} C/B (≤ {1 + SLACK:g})")
+    yield Check.judged(name, wrong, "", f"moves by {most:.4g} C/B (≤ {1 + SLACK:g})")
     if not kept:
         text = "an example with NaN or infinity makes parameters not finite, which shows it"
         yield Check("example not finite", NOTE, "", text)

@@ -149,8 +149,9 @@ class Verification:
                 process.
         """
         model, ranks = self.model, self.case.gpus
-        yield Check.judged("reference", [], "", model.reference)
-        yield Check.judged("examples apart", [model.mixed] * bool(model.mixed), "", "alone")
+        yield Check.judged("reference", [], "", f"a loop over the examples in {model.reference}")
+        found = "each example has the loss that it has alone"
+        yield Check.judged("examples apart", [model.mixed] * bool(model.mixed), "", found)
         if model.mixed:
             return  # the reference, of one example at a time, is none
         yield self._first_gradient()
@@ -218,7 +219,7 @@ class Verification:
                 wrong.append(f"{name}: {f'from step {i + 1} on, ' if i else ''}{error}")
         most, worst = max((step[name], name) for step in far for name in step)
         name = f"gradient{batching.label}{what}"
-        return Check.judged(name, wrong, worst, f"{most:.2g} (≤ {tolerance:.2g})")
+        return Check.judged(name, wrong, worst, f"off by {most:.2g} of itself (≤ {tolerance:.2g})")
 
     def _first_gradient(self) -> Check:
         first, number = self.batchings[0], self.model.first_steps

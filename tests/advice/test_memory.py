@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpbench.advice.choice import MAX_BATCH, largest_batch, needed, parse_memory
-from dpbench.advice.footprint import Count, Footprint
+from dpbench.advice.choice import parse_memory
+from dpbench.advice.footprint import MAX_BATCH, Count, Footprint, largest_batch, needed
 from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError
 
@@ -25,7 +25,6 @@ def footprint(parts: int, lines: list[tuple[int, int]]) -> Footprint:
             0,
             0,
             False,
-            {},
         )
         for size in (2 * parts, 3 * parts)
     ]

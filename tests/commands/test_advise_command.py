@@ -12,6 +12,8 @@ from dpbench.core.gpu import Gpu
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.run import Run
+from tests.named import target
+from tests.workloads.digits import Normalised
 
 pytestmark = pytest.mark.usefixtures("counted_here")
 
@@ -104,3 +106,15 @@ def test_a_saved_runs_cells_have_tables_with_what_was_measured(
     assert "measured" in shown
     assert main(["advise", "run.json", "--batch-size=8"]) == 2
     assert "run has no case" in capsys.readouterr().err
+
+
+def test_if_no_method_trains_a_model_the_first_line_says_what_to_change_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    methods = ["--trainer=fused", "--trainer=micro_batch"]
+    assert main(["advise", f"--workload={target(Normalised)}", "--batch-size=4", *methods]) == 1
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first.startswith("Change the model first: `fused`, `micro_batch` refuse: ")
+    assert "use GroupNorm instead" in first
+    assert first.endswith("As it is: No private method trains this case.")
+    assert "GroupNorm" not in " ".join(others)

@@ -91,12 +91,12 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 def test_smoke_says_which_trainers_work(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["smoke"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "[TEST OK] StandardTrainer passed local test.",
-        "[TEST OK] DPSGDTrainer passed local test.",
-        "[TEST OK] DPGhostClippingTrainer passed local test.",
-        "[TEST OK] DPFastGradientClippingTrainer passed local test.",
-        "[TEST OK] MicroBatchTrainer passed local test.",
-        "[TEST OK] FusedTrainer passed local test.",
+        "standard: [TEST OK] StandardTrainer passed local test.",
+        "dpsgd: [TEST OK] DPSGDTrainer passed local test.",
+        "dpsgd_ghost: [TEST OK] DPGhostClippingTrainer passed local test.",
+        "dpsgd_fgc: [TEST OK] DPFastGradientClippingTrainer passed local test.",
+        "micro_batch: [TEST OK] MicroBatchTrainer passed local test.",
+        "fused: [TEST OK] FusedTrainer passed local test.",
     ]
 
 
@@ -105,7 +105,7 @@ def test_smoke_fails_when_a_trainer_does(
 ) -> None:
     assert main(["smoke", "--trainer", "standard", "--trainer", "outside:Crashing"]) == 1
     shown = capsys.readouterr().out
-    assert "[TEST OK] StandardTrainer" in shown
+    assert "standard: [TEST OK] " in shown
     assert "[TEST FAILED] Crashing: RuntimeError: the clipping kernel fell over" in shown
 
 
@@ -124,7 +124,7 @@ def test_smoke_says_in_a_line_what_a_trainers_module_could_not_import(
     Path("lacking.py").write_text("import missing_library\n")
     assert main(["smoke", "--trainer", "lacking:Mine"]) == 1
     assert capsys.readouterr().out == (
-        "[TEST FAILED] Mine: ModuleNotFoundError: No module named 'missing_library' "
+        "[TEST FAILED] lacking:Mine: ModuleNotFoundError: No module named 'missing_library' "
         "(lacking.py:1: import missing_library)\n"
     )
 
@@ -261,7 +261,7 @@ def test_the_installed_command_finds_a_trainer_in_the_current_directory_but_no_l
         check=False,
         timeout=PATIENCE,
     )
-    assert smoke.stdout == "[TEST OK] Drifting passed local test.\n", smoke.stderr
+    assert smoke.stdout == "outside:Drifting: [TEST OK] Drifting passed local test.\n", smoke.stderr
 
 
 def test_show_prints_tables_from_saved_reports(capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,6 +104,17 @@ def test_run_measures_a_grid_file_and_writes_what_it_shows(
     assert shown.err.count("$ env ") == 1  # its process, as a command to paste
 
 
+def test_without_trainers_a_run_counts_all_methods_and_leaves_no_folder(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    small = ["--batch-size=2", "--seq-len=8", "--model-size=50x16x1x2"]
+    assert main(["run", *small, "--json=run.json"]) == 0
+    methods = ("standard", "dpsgd", "dpsgd_ghost", "dpsgd_fgc", "fused")
+    assert cases_of(Path("run.json")) == dict.fromkeys(methods)
+    assert not Path("ncu_reports").exists()
+
+
 def test_without_a_gpu_a_run_counts_logical_bytes_and_says_so(
     elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -74,9 +74,10 @@ def test_a_report_directory_that_is_missing_is_not_made(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("no_gpu")
 def test_without_a_gpu_the_check_says_why_and_what_works_anyway() -> None:
     found = only(doctor.gpu)
-    assert found.status == FAILED
+    assert found.status == WARNING
     assert "CUDA_VISIBLE_DEVICES is ''" in found.detail
-    assert "logical bytes can be counted" in found.remedy
+    assert "without a GPU, bytes, arithmetic and peak memory are counted" in found.remedy
+    assert "with a GPU" in found.remedy
 
 
 @pytest.mark.usefixtures("one_gpu")
@@ -99,6 +100,7 @@ def test_torch_that_cannot_use_the_gpu_fails(monkeypatch: pytest.MonkeyPatch) ->
     assert "cannot use the GPU" in found.detail
 
 
+@pytest.mark.usefixtures("one_gpu")
 @pytest.mark.parametrize(
     ("says", "status", "words"),
     [
@@ -154,17 +156,15 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("without_gpu")
-def test_without_a_gpu_it_fails_and_says_what_works(
+def test_without_a_gpu_it_passes_if_counting_works(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert main(["doctor", "--json", "--ncu-path", "/nowhere/ncu"]) == 1
+    assert main(["doctor", "--json", "--ncu-path", "/nowhere/ncu"]) == 0
     said = json.loads(capsys.readouterr().out)
     status = {finding["check"]: finding["status"] for finding in said["findings"]}
-    assert said["ok"] is False
-    assert {check for check, found in status.items() if found == "failed"} == {"gpu", "ncu"}
-    assert status["logical counting"] == "ok"
-    assert status["ncu calibration"] == "warning"
-    assert all(f["remedy"] for f in said["findings"] if f["status"] == "failed")
+    assert said["ok"] is True
+    checked = ("packages", "logical counting", "directories", "torch")
+    assert status == {**dict.fromkeys(checked, "ok"), "gpu": "warning"}
     assert not list(tmp_path.iterdir())
 
 

@@ -38,7 +38,7 @@ class LeavesOut(TRAINERS["micro_batch"]):  # type: ignore[misc]
 @pytest.mark.parametrize(
     ("trainer", "workload", "said"),
     [
-        ("fused", ResidualInPlace, "[TEST OK] FusedTrainer passed local test.\n"),
+        ("fused", ResidualInPlace, "fused: [TEST OK] FusedTrainer passed local test.\n"),
         ("dpsgd", ResidualInPlace, "write y = y + x instead of y += x"),
         (target(LeavesOut), Sequences, "clipped gradient of 1.inner.bias is off by 1 of its norm"),
         ("fused", Drawn, "not compared with a loop's: the losses of a batch change each time"),

@@ -101,7 +101,7 @@ def test_baseline_comes_first_among_the_cases_of_its_cell() -> None:
 
 def test_unknown_grid_is_refused_with_the_named_ones() -> None:
     message = refusal(lambda: Grid.named("grid3"))
-    assert "unknown grid 'grid3'; choose from grid1, grid2, opacus-layers (or a .toml" in message
+    assert "unknown grid 'grid3'; choose from grid1, grid2, opacus-layers, methods (or" in message
 
 
 # --- grid files ------------------------------------------------------------------------------

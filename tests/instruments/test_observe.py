@@ -77,7 +77,7 @@ def test_logical_bytes_are_those_of_the_tensors_that_passed() -> None:
     assert private_.ratio_to(plain, phase="forward") == 1
     calls = plain.operators.calls["forward", "aten.addmm"]
     assert calls == 1
-    assert plain.notes[0] == "operators were counted while they ran on the CPU"
+    assert plain.notes[0] == "counted: operators of the CPU, and a GPU may run others"
 
 
 def test_old_objects_are_left_alone_meanwhile_and_collected_again_afterwards() -> None:

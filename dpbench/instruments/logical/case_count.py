@@ -55,8 +55,8 @@ def count_case(case: Case, active: int) -> Outcome:
     operators = tuple(steps[0][0])
     light = {each.operator for each in operators if each.general_rule}
     light -= guesses(operators).keys()
-    notes = [f"{note} ({times}×)" for note, times in sorted(counter.notes.items())]
-    notes += [f"{name} was counted by its schema" for name in sorted(light)]
+    notes = sorted(counter.notes)
+    notes += [f"{name}: each input is counted as read once" for name in sorted(light)]
     if case.sampling != "fixed":
         notes.append(about_sizes(case, active))
     if case.gpus > 1:
@@ -160,8 +160,6 @@ def untouched_torch() -> Iterator[None]:
             stack.enter_context(torch.device("cpu"))
         # Opacus's fast gradient clipping deep-copies gradients, which reads addresses of gradients.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        # Opacus registers full backward hooks on embeddings, whose inputs need no gradients.
-        warnings.filterwarnings("ignore", "Full backward hook is firing")
         # FSDP2 warns about each returned view, but the view matters only if it is modified.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module")
         torch.set_default_dtype(torch.float32)

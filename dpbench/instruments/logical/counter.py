@@ -233,16 +233,17 @@ class OperatorCounter(TorchDispatchMode):
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             if func is torch.ops.aten._local_scalar_dense.default:
                 out = self._values.value(args[0], counted=self._phase is not None)
-                note = "a value that Python code reads was assumed to be 1"
+                note = "counted as if values that code reads, as by loss.item(), were 1"
             elif func in STAND_INS:
-                out, note = STAND_INS[func](*args, **kwargs)
+                out, assumed = STAND_INS[func](*args, **kwargs)
+                note = f"an upper bound: {label(func)} is counted as if {assumed}"
             else:
                 raise UnsupportedOperation(
                     f"the result of {label(func)} depends on values of tensors, but the step is "
                     f"counted without values"
                 ) from error
         if self._phase is not None:
-            self.notes[f"{label(func)}: {note}"] += 1
+            self.notes[note] += 1
         return out
 
     def _record(self, phase: str, func: OpOverload, cost: Cost) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import faulthandler
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 from dpbench.child.recorder import Recorder
@@ -54,8 +53,6 @@ class Logical(Instrument):
 
     Attributes:
         timeout: limit in seconds for the new process, as in `CaseProcess`.
-        directory: directory for the log of the new process, or None to write no log. A case whose
-            classes are all built in writes no log.
         active: number of Poisson batches to count.
     """
 
@@ -64,12 +61,11 @@ class Logical(Instrument):
     by_rank: ClassVar[bool] = True
 
     timeout: float = 600.0
-    directory: Path | None = None
     active: int = Settings.active
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Logical:
-        return cls(settings.timeout, settings.ncu_dir, settings.active)
+        return cls(settings.timeout, settings.active)
 
     def start(self, case: Case) -> PendingMeasurement:
         """Start a new process, or return a measurement that counts in this process later."""
@@ -79,9 +75,7 @@ class Logical(Instrument):
             and ("torch" in sys.modules or not fork_server())
         ):
             return Counting(self, case)
-        directory = None if is_builtin(case) else self.directory
-        log = directory and (directory / case.report_path).with_suffix(".logical.log")
-        return CaseProcess(Task(case, self), log=log, timeout=self.timeout)
+        return CaseProcess(Task(case, self), log=None, timeout=self.timeout)
 
     def recorder(self, case: Subject, steps: int | None = None) -> Recorder:
         return LogicalRecorder(steps)

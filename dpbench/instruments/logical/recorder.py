@@ -103,8 +103,8 @@ class LogicalRecorder(Recorder):
             self._count(counter.operators, counter.peaks)
         self._assumed.update(self.listener.notes)
         self.notes = [f"{note} ({times}×)" for note, times in sorted(self._assumed.items())]
-        where = "CUDA" if on_cuda() else "the CPU"
-        self.notes.append(f"operators were counted while they ran on {where}")
+        where = "GPU" if on_cuda() else "CPU, and a GPU may run others"
+        self.notes.append(f"counted: operators of the {where}")
         self.notes += [f"{STEP_LOST}: counted step {step}" for step in self._lost]
         if self._uncompiled:
             self.notes.append("functions that use torch.compile ran uncompiled")

@@ -89,7 +89,7 @@ def _unique_dim(
 ) -> tuple[Any, str]:
     rows = self.shape[dim]
     out = (torch.empty_like(self), *(_index(rows if wanted else 0) for wanted in (inverse, counts)))
-    return out, f"all {rows} rows were assumed to be distinct"
+    return out, "all rows differ"
 
 
 def _unique(
@@ -98,7 +98,7 @@ def _unique(
     size = self.numel()
     wheres = _index(*self.shape) if inverse else _index(0)
     out = (self.new_empty(size), wheres, _index(size if counts else 0))
-    return out, f"all {size} values were assumed to be distinct"
+    return out, "all values differ"
 
 
 def _unique_consecutive(
@@ -110,12 +110,12 @@ def _unique_consecutive(
 
 
 def _nonzero(self: Tensor) -> tuple[Any, str]:
-    return _index(self.numel(), self.dim()), f"all {self.numel()} values were assumed to be nonzero"
+    return _index(self.numel(), self.dim()), "all values are nonzero"
 
 
 def _masked_select(self: Tensor, mask: Tensor) -> tuple[Any, str]:
     size = torch.broadcast_shapes(self.shape, mask.shape).numel()
-    return self.new_empty(size), f"all {size} values were assumed to be selected"
+    return self.new_empty(size), "all values are selected"
 
 
 def _select(self: Tensor, indices: list[Tensor | None]) -> tuple[Any, str]:
@@ -126,7 +126,7 @@ def _select(self: Tensor, indices: list[Tensor | None]) -> tuple[Any, str]:
         else:
             positions.append(index)
     out = torch.ops.aten.index.Tensor(self, positions)
-    return out, "every element of a mask was assumed to be True"
+    return out, "masks are True everywhere"
 
 
 def _index(*shape: int) -> Tensor:
@@ -145,5 +145,5 @@ STAND_INS: Mapping[OpOverload, Callable[..., tuple[Any, str]]] = {
 """Replacements of operators whose result has a shape that depends on values, by operator.
 
 Each function takes the arguments of the operator, and returns a result with the largest possible
-shape and a note about the assumption.
+shape and the assumption.
 """

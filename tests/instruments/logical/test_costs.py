@@ -370,7 +370,7 @@ def counted(name: str, *notes: str) -> Run:
 
 
 def test_a_limit_on_operations_fails_where_an_operator_has_no_formula() -> None:
-    note = f"{NO_FLOPS}: aten._euclidean_dist multiplies but has no FLOP formula (1×)"
+    note = f"{NO_FLOPS}: aten._euclidean_dist multiplies but has no FLOP formula"
     known, unknown = counted("known"), counted("unknown", note)
     flops, others = Limit.parse("flops:1%"), Limit.parse("logical_read_bytes:1%")
     for before, after in ((unknown, unknown), (known, unknown), (unknown, known)):
