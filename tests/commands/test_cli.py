@@ -124,7 +124,7 @@ def test_smoke_says_in_a_line_what_a_trainers_module_could_not_import(
     Path("lacking.py").write_text("import missing_library\n")
     assert main(["smoke", "--trainer", "lacking:Mine"]) == 1
     assert capsys.readouterr().out == (
-        "lacking:Mine: [TEST FAILED] lacking:Mine: ModuleNotFoundError: No module named 'missing_library' "
+        "lacking:Mine: [TEST FAILED] Mine: ModuleNotFoundError: No module named 'missing_library' "
         "(lacking.py:1: import missing_library)\n"
     )
 
