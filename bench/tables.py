@@ -22,7 +22,6 @@ from bench.cells import (
     markdown,
     ms,
     peak,
-    ratio,
     table,
 )
 from bench.runs import RESULTS, counted, value
@@ -62,25 +61,6 @@ def by_cell(corner: str, shown: Callable[[Place], str]) -> str:
 
 
 # --- the cost of private training -----------------------------------------------------------------
-
-
-@table
-def step(*trainers: str) -> str:
-    """Return DRAM bytes, time and peak memory of a step at 8 × 256, each at fp32 / bf16.
-
-    The column of the standard trainer has absolute numbers. Columns of other trainers have ratios.
-    """
-    places = METHODS[0], METHODS[2]
-    units = {gb: ("DRAM bytes", "GB", 1), ms: ("time", "ms", 0), peak: ("peak memory", "GB", 1)}
-    rows = []
-    for metric, (name, unit, digits) in units.items():
-        absolute = " / ".join(f"{metric(place, 'standard'):.{digits}f}" for place in places)
-        ratios = (
-            " / ".join(f"{ratio(metric, place, trainer):.2f}" for place in places)
-            for trainer in trainers
-        )
-        rows.append([name, f"{absolute} {unit}", *(f"× {numbers}" for numbers in ratios)])
-    return markdown(["", "`standard`", *(f"`{name}`" for name in trainers)], rows)
 
 
 @table

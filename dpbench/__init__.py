@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-__version__ = "1.0.0"
+__version__ = "2.0.0"
 
 _NAMES_BY_MODULE = {
     "dpbench.core.case": ("Case", "PHASES", "MODEL_SIZES", "ModelSize"),

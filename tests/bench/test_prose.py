@@ -14,7 +14,8 @@ CONSTANTS = {
     r"\d+ × \d+(?: tokens)?": "a cell: batch size × sequence length",
     r"\d+(?:,? (?:and|or|to) \d+)? tokens|W = \d+": "a length, a number of ranks",
     r"1\.34 B": "the parameters of the built-in model, which tests/workloads holds",
-    r"10⁹ bytes": "a unit",
+    r"grid's 16 cases": "the cases of grid1",
+    r"about \d+ (?:minutes|MB)\b": "how long a command takes, or what it loads",
     r"(?:Opacus|torch|PyTorch|Python|CUDA|Compute|Transformers|driver|pandas|version)\s\d[\d.]*"
     r"(?:(?: to|,) \d[\d.]*)*": "a version",
     r"Apache-2\.0": "a name",

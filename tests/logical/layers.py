@@ -8,7 +8,8 @@ counts of all layers. Peak memory is not affine, because the phase of the peak d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from dpbench.core.case import Case
@@ -41,6 +42,15 @@ def count_by_layers(case: Case, count: Callable[[Case], CaseReport] = count) -> 
     operators = _extrapolated(shallow.operator_counts, deeper.operator_counts, size.layers)
     rows = _rows(case, operators, tool=f"{shallow.frame.tool[0]}, from {TWO_DEPTHS} layers")
     return replace(CaseReport.of(case, rows), operator_counts=operators)
+
+
+def totals(counts: Iterable[OperatorCount]) -> Counter[tuple[str, ...]]:
+    """Return the sums over the layers, whose modules have different numbers."""
+    found: Counter[tuple[str, ...]] = Counter()
+    for each in counts:
+        for what in ("calls", "read_bytes", "write_bytes", "flops"):
+            found[each.phase, each.operator, each.line, what] += getattr(each, what)
+    return found
 
 
 def _extrapolated(
