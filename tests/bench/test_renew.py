@@ -96,7 +96,6 @@ def test_committed_runs_hold_nothing_that_follows_from_their_rows() -> None:
     for path in committed_runs():
         text = text_of(path)
         assert not [name for name in DERIVED if f'"{name}":' in text], path
-        assert '"compile": "off"' not in text, path
 
 
 def test_a_shortened_run_is_the_same_run() -> None:
