@@ -51,7 +51,7 @@ def test_a_changed_number_is_written_anew(tmp_path: Path) -> None:
     [
         "<!-- generated: no_table -->\n<!-- end -->",
         "<!-- generated: phases -->\n",
-        "<!-- generated: ranks ddp nobody -->\n<!-- end -->",
+        "<!-- generated: ranks_measured nobody -->\n<!-- end -->",
     ],
 )
 def test_a_block_that_cannot_be_made_is_refused(text: str) -> None:
