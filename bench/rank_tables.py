@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from operator import truediv
 
 from bench.cells import Place, busy, by_length, by_trainer, cost, joined, markdown, metric, table
 from bench.runs import collectives, of_rank, value
@@ -22,7 +23,7 @@ packets = metric("nvlink_sent_bytes")
 PLACES = {
     "ddp": by_length("ranks-ddp"),
     "fsdp2": by_length("ranks-fsdp2"),
-    "lora": [Place("ranks-lora", "8x1024", "bf16")],
+    "ddp_lora": [*by_length("ranks-ddp"), Place("ranks-lora", "8x1024", "bf16")],
     "h100": [
         Place(file, "8x256", precision)
         for file in ("h100-ranks-ddp-256", "h100-ranks-fsdp2-256")
@@ -40,7 +41,8 @@ def head(place: Place) -> str:
     """Return the heading of the column for a `Place`."""
     if place.file.startswith("h100"):
         return f"{'FSDP2' if 'fsdp2' in place.file else 'DDP'}, {place.precision}"
-    return f"4 × {place.cell.partition('x')[2]} a rank, {place.precision}"
+    lora = "LoRA, " if place.file == "ranks-lora" else ""
+    return f"{lora}4 × {place.cell.partition('x')[2]} a rank, {place.precision}"
 
 
 @table
@@ -98,18 +100,55 @@ def ranks_apart() -> str:
 
 
 @table
-def ranks(parallel: str, *trainers: str) -> str:
+def ranks() -> str:
     """Return counted numbers of one rank: sent GB, collectives, and GB of the phase ``noise``."""
     rows = []
-    standard = value(COUNTED_RANKS, SENT, trainer="standard", parallel=parallel, gpus=64)
-    for trainer in trainers:
+    for parallel, trainer in ((p, t) for p in ("ddp", "fsdp2") for t in ("standard", *TRAINERS[p])):
         axes = {"trainer": trainer, "parallel": parallel}
         sent = [value(COUNTED_RANKS, SENT, gpus=gpus, **axes) for gpus in (8, 64, 1024)]
+        standard = value(COUNTED_RANKS, SENT, gpus=64, trainer="standard", parallel=parallel)
         noise = "-"
         with suppress(LookupError):
             noise = f"{value(COUNTED_RANKS, 'logical_bytes', 'noise', gpus=64, **axes) / 1e9:.2f}"
         shown = (f"{number / 1e9:.2f}" for number in sent)
         calls = f"{collectives(COUNTED_RANKS, gpus=64, **axes):.0f}"
-        rows.append([trainer, *shown, sent[1] / standard, calls, noise])
-    heads = [parallel, "8 GPUs", "64 GPUs", "1024 GPUs", "÷ standard", "collectives", "noise GB"]
+        rows.append([f"{parallel} {trainer}", *shown, sent[1] / standard, calls, noise])
+    heads = ["", "8 GPUs", "64 GPUs", "1024 GPUs", "÷ standard", "collectives", "noise GB"]
     return markdown(heads, rows)
+
+
+LLAMA_8B = (
+    "hidden_size=4096,intermediate_size=14336,model_type=llama,num_attention_heads=32,"
+    "num_hidden_layers=32,num_key_value_heads=8,seq_len={},vocab_size=128256"
+)
+CELLS_8B = {
+    "FSDP2, 1 × 4096": ("fsdp2", 4096, "dpsgd_ghost", "fused"),
+    "FSDP2, 1 × 16384": ("fsdp2", 16384, "dpsgd_ghost", "fused"),
+    "DDP and LoRA, 1 × 4096": ("ddp", 4096, "dpsgd", "fused"),
+}
+"""Kind of parallel training, length of a sequence, and private trainers, by cell of a rank."""
+
+
+def of_8b(parallel: str, seq_len: int, gpus: int, trainer: str) -> list[float]:
+    """Return counted bytes of one rank of Llama 8B: moved in a step, at its peak, and sent."""
+    cell = {"set": LLAMA_8B.format(seq_len), "parallel": parallel, "gpus": gpus, "trainer": trainer}
+    metrics = "logical_read_bytes", "logical_write_bytes", "peak_memory_bytes", SENT
+    read, written, peak, sent = (of_rank("counted-8b", metric, 0, **cell) for metric in metrics)
+    return [read + written, peak, sent]
+
+
+@table
+def ranks_8b() -> str:
+    """Return logical bytes, peak memory and sent bytes of a step of one rank of Llama 8B."""
+    rows = []
+    for name, (parallel, length, *trainers) in CELLS_8B.items():
+        standard, *private = (
+            [of_8b(parallel, length, gpus, trainer) for gpus in (4, 8, 64)]
+            for trainer in ("standard", *trainers)
+        )
+        shown = [joined((number / 1e9 for number in each), 1) for each in standard]
+        rows.append([f"{name}: standard, GB", *shown])
+        for trainer, counted in zip(trainers, private, strict=True):
+            pairs = zip(counted, standard, strict=True)
+            rows.append([trainer, *(joined(map(truediv, *pair)) for pair in pairs)])
+    return markdown(["logical bytes, peak memory, sent", "4 GPUs", "8 GPUs", "64 GPUs"], rows)

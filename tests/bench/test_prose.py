@@ -19,6 +19,7 @@ CONSTANTS = {
     r"(?:Opacus|torch|PyTorch|Python|CUDA|Compute|Transformers|driver|pandas|version)\s\d[\d.]*"
     r"(?:(?: to|,) \d[\d.]*)*": "a version",
     r"Apache-2\.0": "a name",
+    r"gap of 7 %": "a result of a cited paper",
     r"[Ff]indings?\s\d+": "the number of a finding",
     r"^#+ \d+\.|^\*\*\d+\.": "the number of a section or an item",
     r"exit status (?:is )?\d|it is 1:": "an exit status",

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from bench.cells import busy, gb, ms, peak, ratio
-from bench.rank_tables import COUNTED_RANKS, PLACES, SENT, TRAINERS, payload
+from bench.rank_tables import COUNTED_RANKS, PLACES, SENT, TRAINERS, of_8b, payload
 from bench.runs import of_rank, value
 
 OF_FUSED = [*PLACES["fsdp2"], *PLACES["h100"][2:]]
@@ -91,3 +91,23 @@ def test_under_fsdp2_fused_sends_what_standard_sends_in_at_most_1_15_times_its_t
         assert ratio(ms, place, "fused") <= 1.15
         sent = [payload(place, t) for t in ("fused", "standard")]
         assert sent[0] == pytest.approx(sent[1], rel=0.02)
+
+
+def test_fused_keeps_whole_gradients_of_8b_under_fsdp2_so_more_ranks_save_less_memory() -> None:
+    peaks = {
+        t: [of_8b("fsdp2", 4096, gpus, t)[1] for gpus in (4, 64)] for t in ("standard", "fused")
+    }
+    few, many = (fused / of for of, fused in zip(*peaks.values(), strict=True))
+    assert many > few > 1
+    layers = 32 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336)
+    assert peaks["fused"][1] > 2 * layers > peaks["standard"][1]
+
+
+def test_float32_sums_of_fused_double_the_bytes_of_sums_of_8b() -> None:
+    lora, shards = (
+        [of_8b(parallel, 4096, 64, trainer)[2] for trainer in ("standard", "fused")]
+        for parallel in ("ddp", "fsdp2")
+    )
+    assert lora[1] == pytest.approx(2 * lora[0], rel=0.001)
+    of_three = shards[0] / 3  # parameters are gathered twice, and gradients are summed once
+    assert shards[1] - shards[0] == pytest.approx(of_three, rel=0.05)
