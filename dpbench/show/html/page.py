@@ -26,13 +26,11 @@ from dpbench.results.rows import COLUMNS, NO_HARDWARE, STEP
 from dpbench.results.run import Run
 from dpbench.show.comparison import amount, change_cells, change_text, comparison_tables
 from dpbench.show.html.charts import (
-    against_logical,
     busy,
     bytes_by_phase,
     flames,
     memory,
     ratios,
-    roofline,
     sent,
     step_times,
     time,
@@ -106,8 +104,7 @@ def _template() -> Template:
 
 def draw(data: PageData) -> list[Chart]:
     """Draw all charts of the page, in order."""
-    measured = (ratios, bytes_by_phase, step_times, time, memory, busy, roofline)
-    functions = (*measured, flames, sent, against_logical)
+    functions = (ratios, bytes_by_phase, step_times, time, memory, busy, flames, sent)
     return [chart for function in functions if (chart := function(data))]
 
 
