@@ -84,7 +84,7 @@ def summary(frame: pd.DataFrame, baseline: str = BASELINE_TRAINER) -> pd.DataFra
         - ``sm_clock`` and ``lowered``: for times, the SM clock in Hz of the timed steps, and what
           lowered it, such as ``thermal slowdown in 3 of 8 steps``; NaN and "" if unknown.
     """
-    rows = with_logical(_with_ratios(aggregate(frame), baseline))
+    rows = _with_logical(_with_ratios(aggregate(frame), baseline))
     rows["over_one_gpu"] = _over_one_gpu(rows)
     rows = _with_clocks(rows)
     preferred = rows.index.isin(of_one_instrument(rows).index)
@@ -177,7 +177,7 @@ def divided(values: pd.Series[float], divisors: pd.Series[float]) -> pd.Series[f
     return values / divisors.where(divisors != 0)
 
 
-def with_logical(rows: pd.DataFrame) -> pd.DataFrame:
+def _with_logical(rows: pd.DataFrame) -> pd.DataFrame:
     """Add ``logical`` and ``over_logical`` to rows that hardware measured.
 
     Logical counting counts only the first rank. If a metric is summed over ranks, ``logical`` is

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -72,9 +72,9 @@ def markdown_tables(runs: Sequence[Run], view: TableOptions) -> str:
     return text
 
 
-def labels_text(labels: Mapping[str, str]) -> str:
-    """Write the labels of a trainer on one line, e.g. ``clips flat``."""
-    return ", ".join(f"{name} {value}" for name, value in labels.items())
+def labels_of(outcomes: Iterable[Outcome]) -> dict[str, str]:
+    """Return the labels of each trainer on one line, e.g. ``clips flat``."""
+    return {o.case.trainer: ", ".join(map(" ".join, o.labels.items())) for o in outcomes}
 
 
 def csv_rows(runs: Sequence[Run], view: TableOptions) -> str:
@@ -86,8 +86,7 @@ def csv_rows(runs: Sequence[Run], view: TableOptions) -> str:
     """
     rows = [row for run in runs for row in run.document["rows"]]
     frame = pd.DataFrame(rows, columns=COLUMNS, dtype=object)
-    outcomes = [outcome for run in runs for outcome in run.outcomes]
-    labels = {outcome.case.trainer: labels_text(outcome.labels) for outcome in outcomes}
+    labels = labels_of(outcome for run in runs for outcome in run.outcomes)
     frame["labels"] = frame.trainer.map(labels)
     return frame.map(_no_formula).to_csv(index=False, lineterminator="\n")
 

@@ -135,8 +135,8 @@ def timeline_tables(
 
 
 def _name(name: str) -> str:
-    is_kernel = "(" in name
-    return wrapped(short_name(name) if is_kernel else name)
+    """Write a kernel's name without its arguments, and any other name in full."""
+    return wrapped(short_name(name) if "(" in name else name)
 
 
 def _statistics(title: str, text: str) -> Table:
@@ -188,11 +188,9 @@ def kernel_tables(outcome: Outcome, summary: pd.DataFrame, top: int) -> list[Tab
         }
         case = ", ".join(filter(None, (outcome.case.id, device)))
         title = f"{case}: bytes by {by[0]}{count}"
-        tables.append(Table.of(title, shown.reset_index(), columns))
-    return [
-        *tables[:-1],
-        replace(tables[-1], notes=tuple(_kernel_notes(counts, step_bytes, roofs))),
-    ]
+        notes = _kernel_notes(counts, step_bytes, roofs) if by == ["category"] else ()
+        tables.append(Table.of(title, shown.reset_index(), columns, notes))
+    return tables
 
 
 def wrapped(name: str) -> str:

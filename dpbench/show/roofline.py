@@ -167,8 +167,7 @@ def lacking(rows: pd.DataFrame) -> Iterator[str]:
         if missing.any():
             yield f"No {what} for {_names(steps[missing].trainer)}: --instrument {by}."
     for precision in dict.fromkeys(steps[no_ceiling].precision):
-        known = precision in PRODUCTS or precision.endswith("-amp")
-        if known:
+        if precision in PRODUCTS or precision.endswith("-amp"):
             yield f"No ceiling of arithmetic at {precision}: name a FILE that has it, --time FILE."
         else:
             yield "No ceiling of arithmetic, because the precision of a script is unknown."

@@ -222,8 +222,7 @@ def groups(summary: pd.DataFrame, view: TableOptions) -> Iterator[Group]:
 
 def title_of(shared: Mapping[str, Any]) -> str:
     """Make a title from the axes, tests, phase and device that rows share."""
-    parts = title_parts(shared)
-    return ", ".join([*parts, shared["device"] or "unknown device"])
+    return ", ".join([*title_parts(shared), shared["device"] or "unknown device"])
 
 
 def title_parts(shared: Mapping[Any, Any]) -> list[str]:
@@ -485,11 +484,10 @@ def against_logical(group: Group) -> list[Table]:
     phases = (*_phases_shown(group, "dram_bytes"), STEP)
     quotients = {phase: group.texts(over, phase) for phase in phases}
     logical = group.texts(column("dram_logical"), STEP)
-    unit = group.unit
-    columns = {f"DRAM\n{unit}": group.texts(dram, STEP), f"logical\n{unit}": logical, **quotients}
+    bytes_of = {f"DRAM\n{group.unit}": group.texts(dram, STEP), f"logical\n{group.unit}": logical}
     known = set().union(*quotients.values())
     labels = [label for label in group.frame.label.unique() if label in known]
-    return group.table("DRAM measured ÷ logical", columns, AGAINST_LOGICAL, labels)
+    return group.table("DRAM measured ÷ logical", bytes_of | quotients, AGAINST_LOGICAL, labels)
 
 
 # --- throughput and other counters -----------------------------------------------------------
@@ -498,8 +496,7 @@ def against_logical(group: Group) -> list[Table]:
 def _throughput_table(group: Group) -> list[Table]:
     every = METRICS.every().values()
     rates = [rate for rate in every if rate.kind == "throughput" and METRICS[rate.of].throughput]
-    shown = {rate: texts for rate in rates if (texts := group.texts(rate, STEP))}
-    columns = {METRICS[rate.of].heading: texts for rate, texts in shown.items()}
+    columns = {METRICS[r.of].heading: texts for r in rates if (texts := group.texts(r, STEP))}
     notes = ["Bytes of hardware counters ÷ time of unprofiled steps."]
     return group.table("GB/s", columns, notes)
 

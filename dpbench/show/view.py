@@ -51,12 +51,6 @@ def shown_by_default(*, logical: bool) -> list[Metric]:
     ]
 
 
-def usual_columns() -> list[Metric]:
-    """Return the default columns of runs that have both measured and counted numbers."""
-    both = [*shown_by_default(logical=False), *shown_by_default(logical=True)]
-    return list(dict.fromkeys(both))
-
-
 NAME = "name"
 """The value of ``sort`` that orders the lines of a table by the text in their first column."""
 

@@ -1,11 +1,10 @@
-"""The charts of the page: ratios, times, bytes, memory, roofline, flame graph and ranks."""
+"""The charts of the page: ratios, times, bytes, memory, flame graph and ranks."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -16,17 +15,11 @@ from dpbench.core.errors import ConfigurationError
 from dpbench.results.roofline import (
     BUSY,
     LAUNCH_BOUND,
-    MEASURED_BYTES,
-    Roofs,
     additional,
-    apply_roofs,
-    find_card,
     find_ceilings,
-    phases,
     time_breakdown,
 )
 from dpbench.results.rows import NO_HARDWARE, NUMBER, OF_CASE, PLACE, STEP
-from dpbench.results.run import Run
 from dpbench.results.summary import IN_CACHE_BYTES
 from dpbench.show.html.data import BYTES, CASE, COUNTED, KEYS, MEASURED, PageData, pivot, titles
 from dpbench.show.html.figures import (
@@ -44,7 +37,6 @@ from dpbench.show.roofline import (
     ABOUT_SHARES,
     ADDED_COLUMNS,
     HOW_TO_READ,
-    ROOFLINE_COLUMNS,
     TIME_COLUMNS,
     lacking,
     launch_bound_notes,
@@ -107,7 +99,6 @@ def step_times(data: PageData) -> Chart | None:
     ends = [f" {step_milliseconds(seconds)} ms" for seconds in wide[STEP]]
     ratio_text = ["" if pd.isna(ratio) else f" ({times(ratio)})" for ratio in steps.ratio]
     shown = [name for name in ALL_PHASES if name in wide]
-    over_baseline: dict[str, Shown] = {f"÷ {data.baseline}": ("ratio", times)}
     return bar_chart(
         "times",
         "Time of a step by trainer and phase",
@@ -116,7 +107,7 @@ def step_times(data: PageData) -> Chart | None:
         {name: PHASE_COLOURS[name] for name in shown} or {STEP: PHASE_COLOURS[STEP]},
         "ms per step (measured)",
         unit="ms",
-        columns={**({f"{STEP}, ms": (STEP, step_milliseconds)} if shown else {}), **over_baseline},
+        columns={f"{STEP}, ms": (STEP, step_milliseconds), f"÷ {data.baseline}": ("ratio", times)},
         stacked=True,
     )
 
@@ -127,7 +118,7 @@ def bytes_by_phase(data: PageData) -> Chart | None:
     A phase is left out if it has at most `SHOWN_SHARE` of the step's bytes in all cases. A failed
     case without bytes has the name of its error instead of a bar.
     """
-    step = data.step_bytes(data.basis)
+    step = data.step_bytes
     wide = pivot(data.summary[data.summary.metric.isin(step.metric)], "phase")
     shown = [n for n in ALL_PHASES if n in wide and (wide[n] > SHOWN_SHARE * wide[STEP]).any()]
     if not shown:
@@ -144,10 +135,7 @@ def bytes_by_phase(data: PageData) -> Chart | None:
         wide.assign(end=wide[STEP], label=list(map(_end_of_bar, wide.to_dict("records")))),
         {name: PHASE_COLOURS[name] for name in shown},
         f"{data.bytes_name} GB per step ({data.basis})",
-        columns={
-            f"{STEP}, GB": (STEP, gigabytes),
-            f"÷ {data.baseline}": ("ratio", times),
-        },
+        columns={f"{STEP}, GB": (STEP, gigabytes), f"÷ {data.baseline}": ("ratio", times)},
         notes=[*_about_ratios(data)],
         stacked=True,
     )
@@ -163,7 +151,7 @@ def _end_of_bar(row: Mapping[Any, Any]) -> str:
 
 def _about_ratios(data: PageData) -> Iterator[str]:
     """Yield the notes on the bytes that the page shows and on the ratios of these bytes."""
-    baseline, step = data.baseline, data.step_bytes(data.basis)
+    baseline, step = data.baseline, data.step_bytes
     yield f"At the end of a bar: GB of the whole step, and the ratio to the step of {baseline}."
     limits = data.expected.get(step.metric.iloc[0])
     if limits and len(data.ratios):
@@ -217,119 +205,7 @@ def busy(data: PageData) -> Chart | None:
     )
 
 
-def against_logical(data: PageData) -> Chart | None:
-    """Draw measured bytes and logical bytes of the same case side by side."""
-    both = data.beside_logical
-    if both.empty:
-        return None
-    how_to_read = (
-        "At the right: measured ÷ logical. Logical bytes are the bytes that operators must move if "
-        "no data stays in a cache from one operator to the next."
-    )
-    return bar_chart(
-        "logical",
-        "Measured bytes and logical bytes",
-        "DRAM bytes by hardware counters, and logical bytes counted without hardware",
-        both.rename(columns={"value": "measured", "logical": "logical (counted)"}).assign(
-            end=both[["value", "logical"]].max(axis=1),
-            label=["" if pd.isna(over) else f" {over:.2f}" for over in both.over_logical],
-        ),
-        {"measured": COLOUR, "logical (counted)": NEUTRAL},
-        "GB per step",
-        columns={"measured ÷ logical": ("over_logical", "{:.3f}".format)},
-        notes=[how_to_read],
-    )
-
-
-# --- roofline and time breakdown -------------------------------------------------------------
-
-
-def roofline(data: PageData) -> Chart | None:
-    """Draw, for each phase, the least time that the card allows divided by the measured time."""
-    table, notes = _combine_runs(data, _roofline_of)
-    basis = (
-        "DRAM bytes by hardware counters, times of unprofiled steps, floating-point operations "
-        "counted without hardware"
-    )
-    if table.empty:
-        nothing = Table("Roofline by phase", [], [], tuple(notes))
-        return Chart("roofline", basis, nothing) if notes else None
-    table = table[table.phase != STEP]
-    placed = table[table.flops > 0].assign(basis=MEASURED)
-    present = set(placed.phase)
-    chart = bar_chart(
-        "roofline",
-        "Roofline: how much of its roof each phase reaches",
-        basis,
-        pivot(placed.assign(value=placed.share), "phase").assign(end=1.0, label=""),
-        {name: colour for name, colour in PHASE_COLOURS.items() if name in present},
-        "% of the roof: of arithmetic, or of bytes",
-        unit="%",
-    )
-    how_to_read = (
-        "Elementwise operations are not counted. A phase without counted operations has no bar. "
-        "The table also has these phases, each with its roof and its share."
-    )
-    notes += [how_to_read, *launch_bound_notes(table)]
-    columns = _in_one_line({"phase": ("phase", str), **ROOFLINE_COLUMNS})
-    return replace(chart, table=Table.of(chart.table.title, table, {**NAMES, **columns}, notes))
-
-
-PhasesAndRoofs = tuple[pd.DataFrame, Roofs]
-"""The phases of a run on one device with their least times, and the roofs of the device."""
-
-
-def _roofline_of(summary: pd.DataFrame, device: str, run: Run) -> PhasesAndRoofs | None:
-    """Compare phases with the roofs of their card, if operations and DRAM bytes are known."""
-    rows = phases(summary[summary.precision != ""]).dropna(subset="flops")
-    rows = rows[rows.bytes_are == MEASURED_BYTES]
-    if rows.empty:
-        return None
-    card = find_card(device)
-    return apply_roofs(rows, card), card
-
-
-def _combine_runs(
-    data: PageData, analyse: Callable[[pd.DataFrame, str, Run], PhasesAndRoofs | None]
-) -> tuple[pd.DataFrame, list[str]]:
-    """Analyse each device of each run, and combine the results.
-
-    ``analyse`` gets the numbers that the device measured in the run, and the numbers that all runs
-    counted without hardware.
-
-    Returns:
-        A table and notes. The table has the steps, and the phases that take more than `SHOWN_SHARE`
-        of the time of their step, with the title of each configuration. The notes have the roofs of
-        devices, and name devices without known roofs.
-    """
-    tables, errors, roof_notes = [], [], []
-    all_rows = pd.concat([run.summary for run in data.runs], ignore_index=True)
-    counted = all_rows[all_rows.device == NO_HARDWARE].drop_duplicates(NUMBER)
-    for run in data.runs:
-        measured = run.summary[run.summary.device != NO_HARDWARE]
-        for device, rows in measured.groupby("device", sort=False):
-            try:
-                found = analyse(pd.concat([rows, counted], ignore_index=True), str(device), run)
-            except ConfigurationError as error:
-                errors.append(f"{device}: {error}.")
-                continue
-            if found:
-                table, roofs = found
-                tables.append(table.assign(run=run.name))
-                roof_notes.append(roofs_in_words(roofs, sorted(set(table.precision))))
-    if not tables:
-        return pd.DataFrame(), errors
-    table = pd.concat(tables, ignore_index=True)
-    longest = table.groupby(["run", *OF_CASE], sort=False).seconds.transform("max")
-    table = table[table.seconds > SHOWN_SHARE * longest]
-    table = table.assign(title=titles(table, data.summary))
-    table = ordered(table, [*CONFIGURATION, "device", "trainer", "phase"])
-    return table, [*errors, *dict.fromkeys(roof_notes if len(table) else ())]
-
-
-def _in_one_line(columns: Mapping[str, Shown]) -> dict[str, Shown]:
-    return {header.replace("\n", " "): shown for header, shown in columns.items()}
-
+# --- time breakdown --------------------------------------------------------------------------
 
 TIME_COLOURS = {
     "step": "#7F8790",
@@ -341,7 +217,7 @@ TIME_COLOURS = {
 
 def time(data: PageData) -> Chart | None:
     """Draw the time of each step, the least times for operations and bytes, and the idle time."""
-    table, notes = _combine_runs(data, partial(_time_of, ceilings=data.ceilings))
+    table, notes = _breakdown(data)
     basis = (
         "times of unprofiled steps; least times for counted operations and for measured DRAM bytes "
         "at measured ceilings, two bounds that overlap; idle time by hardware counters"
@@ -363,21 +239,45 @@ def time(data: PageData) -> Chart | None:
     )
     notes += [HOW_TO_READ, ABOUT_SHARES.format(data.baseline)]
     notes += [*launch_bound_notes(table), *lacking(table)]
-    columns = _in_one_line({"phase": ("phase", str), **TIME_COLUMNS, **ADDED_COLUMNS})
-    return replace(chart, table=Table.of(chart.table.title, table, {**NAMES, **columns}, notes))
+    columns: dict[str, Shown] = {**NAMES, "phase": ("phase", str), **TIME_COLUMNS, **ADDED_COLUMNS}
+    columns = {header.replace("\n", " "): shown for header, shown in columns.items()}
+    return replace(chart, table=Table.of(chart.table.title, table, columns, notes))
 
 
-def _time_of(
-    summary: pd.DataFrame, device: str, run: Run, ceilings: Roofs | None
-) -> PhasesAndRoofs | None:
-    """Return the time breakdown, or None if the device has no step times or no DRAM bytes."""
-    measured = {*summary[summary.device == device].metric}
-    if not {"step_time_seconds", "dram_read_bytes"} <= measured:
-        return None
-    roofs = ceilings or find_ceilings(device)
-    table = time_breakdown(summary, roofs)
-    added = additional(table, run.baseline).assign(phase=STEP).drop(columns=[*AXES])
-    return table.merge(added, "left", PLACE), roofs
+def _breakdown(data: PageData) -> tuple[pd.DataFrame, list[str]]:
+    """Divide the times of all runs into parts. Operations may be counted in another run.
+
+    Returns:
+        A table and notes. The table has the steps, and the phases that take more than `SHOWN_SHARE`
+        of the time of their step, with the title of each configuration. A device without step times
+        or DRAM bytes is left out. The notes have the roofs of devices, and name devices without
+        known roofs.
+    """
+    tables, errors, roof_notes = [], [], []
+    all_rows = pd.concat([run.summary for run in data.runs], ignore_index=True)
+    counted = all_rows[all_rows.device == NO_HARDWARE].drop_duplicates(NUMBER)
+    for run in data.runs:
+        measured = run.summary[run.summary.device != NO_HARDWARE]
+        for device, rows in measured.groupby("device", sort=False):
+            if not {"step_time_seconds", "dram_read_bytes"} <= {*rows.metric}:
+                continue
+            try:
+                roofs = data.ceilings or find_ceilings(str(device))
+                table = time_breakdown(pd.concat([rows, counted], ignore_index=True), roofs)
+            except ConfigurationError as error:
+                errors.append(f"{device}: {error}.")
+                continue
+            added = additional(table, run.baseline).assign(phase=STEP).drop(columns=[*AXES])
+            tables.append(table.merge(added, "left", PLACE).assign(run=run.name))
+            roof_notes.append(roofs_in_words(roofs, sorted(set(table.precision))))
+    if not tables:
+        return pd.DataFrame(), errors
+    table = pd.concat(tables, ignore_index=True)
+    longest = table.groupby(["run", *OF_CASE], sort=False).seconds.transform("max")
+    table = table[table.seconds > SHOWN_SHARE * longest]
+    table = table.assign(title=titles(table, data.summary))
+    table = ordered(table, [*CONFIGURATION, "device", "trainer", "phase"])
+    return table, [*errors, *dict.fromkeys(roof_notes if len(table) else ())]
 
 
 # --- flame graph -----------------------------------------------------------------------------

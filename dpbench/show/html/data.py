@@ -14,9 +14,8 @@ from dpbench.core.case import AXES
 from dpbench.core.metrics import METRICS, expectations
 from dpbench.core.subject import SCRIPT
 from dpbench.results.roofline import Roofs
-from dpbench.results.rows import NO_HARDWARE, NUMBER, OF_CASE, STEP
+from dpbench.results.rows import NO_HARDWARE, OF_CASE, STEP
 from dpbench.results.run import Run
-from dpbench.results.summary import with_logical
 from dpbench.show.tables import in_order, title_parts
 
 MEASURED, COUNTED = "measured", "counted"
@@ -93,7 +92,8 @@ class PageData:
             if o.error
         ]
         failed = pd.DataFrame(rows, columns=["run", *AXES, "error"])
-        devices = _with_page_basis(self.summary).drop_duplicates("run").set_index("run").device
+        drawn = self.summary[self.summary.basis == self.basis]
+        devices = drawn.drop_duplicates("run").set_index("run").device
         failed = failed.assign(device=[devices.get(run, "") for run in failed.run])
         return failed.assign(title=titles(failed, self.summary))
 
@@ -107,25 +107,17 @@ class PageData:
         """The name of the bytes in titles and on axes: DRAM or logical."""
         return METRICS[BYTES[self.basis]].short_header
 
-    def step_bytes(self, basis: str) -> pd.DataFrame:
-        """Return the rows with the measured or the counted bytes of whole steps."""
-        return self.summary[(self.summary.metric == BYTES[basis]) & (self.summary.phase == STEP)]
+    @property
+    def step_bytes(self) -> pd.DataFrame:
+        """The rows with the bytes of whole steps, which are measured or counted, see `basis`."""
+        rows = self.summary[self.summary.phase == STEP]
+        return rows[rows.metric == BYTES[self.basis]]
 
     @cached_property
     def ratios(self) -> pd.DataFrame:
         """The rows of `step_bytes` that have a ratio, without the rows of the baseline."""
-        rows = self.step_bytes(self.basis)
+        rows = self.step_bytes
         return rows[(rows.trainer != rows.baseline) & rows.ratio.notna()]
-
-    @cached_property
-    def beside_logical(self) -> pd.DataFrame:
-        """The measured bytes of each case's step, if logical bytes of the same case are known.
-
-        If several runs counted the logical bytes of a case, the number of the first run is used.
-        """
-        counted = self.step_bytes(COUNTED).drop_duplicates(NUMBER)
-        both = with_logical(pd.concat([self.step_bytes(MEASURED), counted]))
-        return both.dropna(subset="logical")
 
     @cached_property
     def peaks(self) -> pd.DataFrame:
@@ -152,11 +144,6 @@ def _basis(summary: pd.DataFrame) -> str:
     return COUNTED if BYTES[COUNTED] in metrics and BYTES[MEASURED] not in metrics else MEASURED
 
 
-def _with_page_basis(summary: pd.DataFrame) -> pd.DataFrame:
-    """Return the measured rows, or the counted rows if the charts show counted bytes."""
-    return summary[summary.basis == _basis(summary)]
-
-
 def titles(rows: pd.DataFrame, summary: pd.DataFrame) -> pd.Series[str]:
     """Return the title of each row's configuration, without batch size and sequence length.
 
@@ -166,7 +153,7 @@ def titles(rows: pd.DataFrame, summary: pd.DataFrame) -> pd.Series[str]:
     axes = [axis for axis in AXES if axis not in ("trainer", "batch_size", "seq_len")]
     parts = [", ".join(title_parts(row)) or SCRIPT for row in rows[axes].to_dict("records")]
     title = pd.Series(parts, index=rows.index, dtype=object)
-    drawn = _with_page_basis(summary)
+    drawn = summary[summary.basis == _basis(summary)]
     devices = set(drawn.device)
     if len(devices) > 1:
         title = title.where(~rows.device.isin(devices), title + ", " + rows.device)

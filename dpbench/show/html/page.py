@@ -26,13 +26,11 @@ from dpbench.results.rows import COLUMNS, NO_HARDWARE, STEP
 from dpbench.results.run import Run
 from dpbench.show.comparison import amount, change_cells, change_text, comparison_tables
 from dpbench.show.html.charts import (
-    against_logical,
     busy,
     bytes_by_phase,
     flames,
     memory,
     ratios,
-    roofline,
     sent,
     step_times,
     time,
@@ -40,9 +38,9 @@ from dpbench.show.html.charts import (
 from dpbench.show.html.data import BYTES, KEYS, MEASURED, PageData, labelled, pivot
 from dpbench.show.html.figures import NAMES, Chart, cells, times
 from dpbench.show.layout import ABSENT, Shown, Table, gigabytes, step_milliseconds, written
-from dpbench.show.outputs import labels_text, trainer_table
+from dpbench.show.outputs import labels_of, trainer_table
 from dpbench.show.profile import kernel_tables, recorded_tables
-from dpbench.show.view import TableOptions, column, usual_columns
+from dpbench.show.view import TableOptions, column, shown_by_default
 
 MOST = 20
 """The most lines in a table of kernels."""
@@ -106,8 +104,7 @@ def _template() -> Template:
 
 def draw(data: PageData) -> list[Chart]:
     """Draw all charts of the page, in order."""
-    measured = (ratios, bytes_by_phase, step_times, time, memory, busy, roofline)
-    functions = (*measured, flames, sent, against_logical)
+    functions = (ratios, bytes_by_phase, step_times, time, memory, busy, flames, sent)
     return [chart for function in functions if (chart := function(data))]
 
 
@@ -160,8 +157,7 @@ def trainers(runs: Sequence[Run]) -> Table:
     flat``.
     """
     outcomes = [outcome for run in runs for outcome in run.outcomes]
-    labels = {outcome.case.trainer: labels_text(outcome.labels) for outcome in outcomes}
-    notes = [f"{name}: {text}." for name, text in labels.items() if text]
+    notes = [f"{name}: {text}." for name, text in labels_of(outcomes).items() if text]
     return trainer_table(trainer_summary(outcomes), notes)
 
 
@@ -170,13 +166,13 @@ def steps(data: PageData) -> Table:
     step = data.summary[data.summary.phase == STEP]
     wide = pivot(step, "metric")
     numbers: dict[str, Shown] = {}
-    listed = [c for c in (*usual_columns(), column("samples_per_second")) if c.name in wide]
-    listed.sort(key=lambda shown: shown.kind != "ratio")
-    for shown in listed:
+    usual = [*shown_by_default(logical=False), *shown_by_default(logical=True)]
+    listed = dict.fromkeys(c for c in (*usual, column("samples_per_second")) if c.name in wide)
+    for shown in sorted(listed, key=lambda shown: shown.kind != "ratio"):
         header = shown.heading.replace("\n", " ").replace("mem.", "memory")
         header = header.replace("÷ std", f"÷ {data.baseline}")
-        usual = times if shown.kind == "ratio" else "{:.2f}".format
-        write = {"B": gigabytes, "s": step_milliseconds}.get(shown.unit, usual)
+        plain = times if shown.kind == "ratio" else "{:.2f}".format
+        write = {"B": gigabytes, "s": step_milliseconds}.get(shown.unit, plain)
         numbers[f"{header}, GB" if shown.unit == "B" else header] = (shown.name, write)
     run: dict[str, Shown] = {"run": ("run", str)} if wide.run.nunique() > 1 else {}
     both: dict[str, Shown] = {"basis": ("basis", str)} if wide.basis.nunique() > 1 else {}

@@ -165,7 +165,7 @@ def every_mark_is_there(browser: Chrome) -> None:
         browser.execute_script("return document.getElementById('figures').textContent")
     )
     marks = browser.execute_script(MARKS)
-    assert len(marks) == 22
+    assert len(marks) == 20
     assert set(marks) == set(filter(None, figures))
     for name, found in marks.items():
         expected = {"bars": 0, "points": 0}

@@ -12,7 +12,6 @@ from dpbench.core.case import AXES, Case
 from dpbench.core.subject import Script
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.run import Run
-from dpbench.results.summary import with_logical
 from dpbench.show.html import charts, data, page
 from dpbench.show.html.data import PageData, labelled
 from dpbench.show.html.figures import Chart
@@ -98,8 +97,7 @@ def test_a_phase_that_no_case_of_a_cell_has_is_not_drawn_there() -> None:
 def test_measured_and_counted_bytes_never_mix() -> None:
     both = material(a=dram("standard", 4e9) + logical("standard", 3e9))
     assert both.basis == data.MEASURED
-    assert both.step_bytes(data.MEASURED).value.tolist() == [4e9]
-    assert both.step_bytes(data.COUNTED).value.tolist() == [3e9]
+    assert both.step_bytes.value.tolist() == [4e9]
 
 
 def test_counted_bytes_are_shown_where_nothing_was_measured() -> None:
@@ -131,28 +129,12 @@ def test_peak_memory_is_that_of_the_step_and_not_of_its_first_phase() -> None:
     assert dict(zip(of.peaks.trainer, of.peaks.value, strict=True)) == whole
 
 
-def test_logical_counts_of_another_run_stand_beside_measured_bytes() -> None:
-    lines = exact(drawn(charts.against_logical(grid1())).table)
-    assert [x["trainer"] for x in lines] == ["standard", "dpsgd", "dpsgd_ghost", "dpsgd_fgc"]
-    summary = grid1().summary
-    printed = with_logical(summary[summary.phase == STEP]).dropna(subset="over_logical")
-    printed = printed[printed.metric == "dram_bytes"].set_index("trainer").over_logical
-    assert {x["trainer"]: x["measured ÷ logical"] for x in lines} == printed.to_dict()
-    assert printed.between(0.94, 1.11).all()
-
-
-def test_nothing_counted_has_no_ratio() -> None:
-    counted = dram("standard", 1e9) + logical("standard", 0)
-    table = drawn(charts.against_logical(material(a=counted))).table
-    assert [line[-1] for line in table.cells] == ["-"]
-
-
 def test_case_in_two_runs_is_told_apart_by_the_run() -> None:
     before, after = dram("standard", 2e9), dram("standard", 3e9)
-    twice = material(before=before, after=after).step_bytes(data.MEASURED)
+    twice = material(before=before, after=after).step_bytes
     assert twice.title.tolist() == ["1b fp32, before", "1b fp32, after"]
     apart = material(before=before, after=dram("standard", 3e9, precision="bf16"))
-    assert apart.step_bytes(data.MEASURED).title.tolist() == ["1b fp32", "1b bf16"]
+    assert apart.step_bytes.title.tolist() == ["1b fp32", "1b bf16"]
 
 
 def test_same_label_twice_is_numbered() -> None:

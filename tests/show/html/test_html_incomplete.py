@@ -23,22 +23,10 @@ def test_a_page_without_counts_says_what_it_lacks() -> None:
     assert "dpbench run --instrument logical counts them" in cost(ALONE)
 
 
-def test_a_card_without_a_data_sheet_has_no_roofs() -> None:
-    document = cell()
-    for row in document["rows"]:
-        row["device"] = "NVIDIA T1"
-    chart = drawn(charts.roofline, material(document, COUNTED))
-    assert "NVIDIA T1: unknown card" in chart.table.notes[0]
-    assert [*chart.panels, *chart.table.cells] == []
-    assert chart.table.notes[0] in page_of(material(document, COUNTED)).text
-
-
-def test_phases_that_were_not_timed_have_no_place_under_a_roof() -> None:
+def test_phases_that_were_not_timed_have_no_time_breakdown() -> None:
     document = cell()
     document["rows"] = [r for r in document["rows"] if r["metric"] != "step_time_seconds"]
-    of = material(document, COUNTED)
-    assert charts.roofline(of) is None
-    assert charts.against_logical(of) is not None
+    assert charts.time(material(document, COUNTED)) is None
 
 
 def test_what_nsight_systems_recorded_is_a_section_of_its_own() -> None:

@@ -69,7 +69,7 @@ def material(*documents: dict[str, Any], **expected: tuple[float, float]) -> Pag
     return PageData(runs, expected) if expected else PageData(runs)
 
 
-ALONE, COUNTED_TOO = material(CELL), material(CELL, COUNTED)
+ALONE = material(CELL)
 
 
 def drawn(chart: Callable[[PageData], Chart | None], of: PageData) -> Chart:
@@ -94,8 +94,6 @@ def test_every_chart_is_drawn_where_there_are_counts_too() -> None:
         "times": 4,
         "time": 4,
         "memory": 4,
-        "roofline": 1,
-        "logical": 1,
     }
     assert charts[0].id == "ratios"  # the page's answer
     assert all(chart.table.exact for chart in charts)
@@ -165,24 +163,6 @@ def test_a_steps_time_is_drawn_by_phase_and_as_long_as_it_took() -> None:
     assert longest == pytest.approx(steps.max())
     whole = sum(bar["x"][bar["y"].index("dpsgd")] for bar in bars if "dpsgd" in bar["y"])
     assert whole == pytest.approx(steps["dpsgd"], rel=0.02)  # medians of phases
-
-
-def test_each_phase_has_a_bar_of_its_roof() -> None:
-    chart = drawn(charts.roofline, COUNTED_TOO)
-    assert "launch-bound (" not in str(chart)
-    [figure] = figures_of(chart)
-    bars = {trace["name"]: trace for trace in figure["data"] if trace["type"] == "bar"}
-    assert list(bars) == ["forward", "backward", "clip"]
-    assert bars["forward"]["y"] == [*TRAINERS]
-    assert all(0 < share < 100 for bar in bars.values() for share in bar["x"])
-
-
-def test_a_phase_that_waits_for_its_launches_is_named_under_its_roof() -> None:
-    roofline = drawn(charts.roofline, material(with_busy_shares(), COUNTED))
-    table = roofline.table
-    lines = [dict(zip(table.headers, line, strict=True)) for line in table.cells]
-    waits = {line["phase"] for line in lines if line["bound"] == "launch-bound (10%)"}
-    assert waits == {"clip"}
 
 
 def test_what_time_is_made_of_is_drawn_in_milliseconds() -> None:
