@@ -11,6 +11,7 @@ product of ``x xᵀ`` and ``g gᵀ``.
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
@@ -277,12 +278,12 @@ class SampledRule(Rule[nn.Module]):
                 raise self.refusal(f"it has its own parameter {own}, but also contains layers")
             if isinstance(layer, FSDPModule):
                 raise self.refusal("FSDP2 shards it as a block, which functorch cannot copy")
+            bare = without_data(layer)
             try:
-                prepare_layer(
-                    layer
-                )  # copies the layer, which does not have this trainer's hooks yet
+                prepare_layer(bare)
             except NotImplementedError as error:
                 raise self.refusal(str(error)) from error
+            layer.ft_compute_sample_grad = bare.ft_compute_sample_grad
 
     def samples(self, x: Tensor, g: Tensor) -> dict[Tensor, Tensor]:
         # Under FSDP2, the backward uses gathered parameters, but `trained` has sharded parameters.
@@ -394,6 +395,21 @@ def rule_of(layer: nn.Module, name: str, *, kernels: bool) -> Rule[Any]:
     if kind.__name__.endswith("ScaledWordEmbedding") and hasattr(layer, "embed_scale"):
         return ScaledEmbeddingRule(layer, name)  # type: ignore[arg-type]
     return RULES.get(f"{kind.__module__}.{kind.__qualname__}", SampledRule)(layer, name)
+
+
+def without_data(layer: nn.Module) -> nn.Module:
+    """Copy a layer, which must not have this trainer's hooks yet, with parameters without data.
+
+    Opacus copies the layer again, and moves the copy to ``meta``, which fails for fake tensors.
+    """
+    return copy.deepcopy(
+        layer,
+        {
+            id(p): nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"))
+            for p in layer.parameters()
+            if p.is_floating_point()
+        },
+    )
 
 
 def has_usual_norm(layer: nn.LayerNorm) -> bool:

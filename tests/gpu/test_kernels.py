@@ -162,7 +162,7 @@ def test_with_tf32_examples_are_clipped_to_little_less_than_the_threshold(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(kernels, "SMALL", small)  # 0: not in float64, of which all here are
-    torch.backends.cuda.matmul.allow_tf32 = True
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
     x, g = (each.cuda() for each in alike(0, tokens, width, width, offset, torch.float32))
     norm = update_of(trainer, nn.Linear(width, width, device="cuda"), (x, g)).norm()
     assert norm <= 1 + 1e-6
@@ -177,7 +177,7 @@ def test_with_tf32_numbers_that_are_rounded_up_are_clipped(
     trainer: str, tokens: int, width: int, small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "SMALL", small)
-    torch.backends.cuda.matmul.allow_tf32 = True
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
     given = torch.full((1, tokens, width), 1 + 2.0**-10 - 2.0**-23, device="cuda")
     layer = nn.Linear(width, width, bias=False, device="cuda")
     assert 0.99 < update_of(trainer, layer, (given, given)).norm() <= 1 + 1e-6

@@ -6,6 +6,8 @@ update is compared with that of a loop over the examples.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -231,3 +233,17 @@ def test_a_type_trains_as_the_table_says(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert [outcome(name, trainer) for trainer in ("dpsgd", "fused")] == table()[name]
+
+
+ALONE = """
+from dpbench.core.case import Case
+from dpbench.instruments.logical.logical import Logical
+
+sizes = "hidden_size=8,intermediate_size=8,num_attention_heads=2,num_hidden_layers=1"
+options = f"model_type=llama,seq_len=4,vocab_size=9,num_key_value_heads=1,{sizes}"
+assert Logical().count(Case("fused", 2, workload="hf-causal-lm", set=options)).operators
+"""
+
+
+def test_layers_that_functorch_clips_are_counted_before_any_other_trainer() -> None:
+    subprocess.run([sys.executable, "-c", ALONE], check=True)
