@@ -35,8 +35,7 @@ def told(task: Task, folder: Path) -> Task:
     "instrument",
     [
         Timing(FOLDER, "cpu", Steps(1, 2), 7.5),
-        Logical(3.0, FOLDER),
-        Logical(directory=None),
+        Logical(3.0),
         Cupti(FOLDER, names=("l2_read_bytes", "dram_bytes__x.sum")),
         Nsys(FOLDER, path="/nsys"),
         TorchProfiler(FOLDER, schedule=Schedule(active=3, repeat=2), threshold=2.5),
