@@ -31,6 +31,9 @@ from dpbench.training.poisson import Collate, PoissonSampler, as_plain
 from dpbench.training.refusals import check_plain
 from dpbench.workloads.base import Workload, examples_in
 
+MISSING: Any = None
+"""The default of an argument that `make_private` needs, so that an error can say what to write."""
+
 Losses = Callable[[Any, Any], Tensor]
 """Returns the losses of a batch's examples, ``[B]``. The arguments are the model and the batch."""
 
@@ -42,12 +45,12 @@ Half of all Poisson batches are larger than the mean, and each of them would be 
 
 
 def make_private(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    dataset: Any,
+    model: nn.Module = MISSING,
+    optimizer: torch.optim.Optimizer = MISSING,
+    dataset: Any = MISSING,
     *,
-    batch_size: int,
-    max_grad_norm: float,
+    batch_size: int = MISSING,
+    max_grad_norm: float = MISSING,
     noise_multiplier: float | None = None,
     target_epsilon: float | None = None,
     target_delta: float | None = None,
@@ -83,6 +86,13 @@ def make_private(
     Raises:
         ConfigurationError: an argument cannot be used, or the model cannot be trained privately.
     """
+    missing = any(each is None for each in (model, optimizer, dataset))
+    if missing or isinstance(dataset, DataLoader):
+        raise ConfigurationError(
+            "write make_private(model, optimizer, dataset, batch_size=…, max_grad_norm=…): model "
+            "for Opacus's module=, and a dataset with batch_size for its data_loader=, see the "
+            "table in docs/train.md"
+        )
     check_arguments(
         dataset,
         loading,
@@ -215,7 +225,7 @@ class Private:
         with self._working(), torch.enable_grad():
             if self.trainer.rules and not codes <= self._checked and examples:
                 self.trainer.check_losses(batch)
-            loss = self.trainer.train_step(batch)
+            loss = self.trainer.take_step(batch)
         if examples:
             self._checked |= codes
         self._count(examples)

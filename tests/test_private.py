@@ -672,7 +672,9 @@ REFUSED_ARGUMENTS: dict[str, dict[str, Any]] = {
     "physical_batch_size is 0": {"physical_batch_size": 0},
     "loss_reduction is 'none', and must be mean or sum": {"loss_reduction": "none"},
     "make_private has no argument clipping, ": {"clipping": "per_layer"},
-    "got a DataLoader": {"dataset": DataLoader(TensorDataset(torch.zeros(40, 6)))},
+    "dataset with batch_size for its data_loader=": {
+        "dataset": DataLoader(TensorDataset(torch.zeros(40, 6)))
+    },
     "got a Stream": {"dataset": Stream()},
     "got a generator": {"dataset": (each for each in "ab")},
     "got a list": {"dataset": SimpleNamespace},
@@ -702,6 +704,47 @@ def test_arguments_that_cannot_be_used_are_named(says: str) -> None:
         return
     with pytest.raises(ConfigurationError, match=says):
         private(**options)
+
+
+def test_arguments_in_the_words_of_opacus_are_translated() -> None:
+    own, model = {"data_loader": DataLoader(examples())}, classifier()
+    optimizer = torch.optim.SGD(model.parameters())
+    said = r"write make_private\(model, optimizer, dataset, batch_size=….*module=.*data_loader="
+    for given, named in (((), {"module": model, "optimizer": optimizer}), ((model, optimizer), {})):
+        with pytest.raises(ConfigurationError, match=said):
+            make_private(*given, **named, **own)  # type: ignore[arg-type]
+
+
+class Drops(nn.Module):
+    """A part with dropout runs again, for its own parameter or for attention."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.cls = nn.Parameter(torch.ones(WIDTH)) if own else None
+        self.a = None if own else nn.TransformerEncoderLayer(WIDTH, 1, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return F.dropout(x * self.cls) if self.a is None else self.a(x[:, None])[:, 0]
+
+
+@pytest.mark.filterwarnings("ignore:to clip")
+@pytest.mark.parametrize(
+    ("own", "which", "freeze"),
+    [
+        (True, r"the whole model \(Drops\) .*: its parameter cls can be clipped in no sm", "cls"),
+        (False, r"layer a.self_attn \(MultiheadAttention\)", "it"),
+    ],
+)
+def test_a_part_that_draws_random_numbers_is_refused_with_remedies_for_this_training(
+    loop: Way, own: bool, which: str, freeze: str
+) -> None:
+    made = private(Drops(own), seed=3)
+    with pytest.raises(ConfigurationError, match=which) as refused:
+        loop(made, next(iter(made.loader)))
+    assert "set its dropout to 0" in str(refused.value)
+    assert str(refused.value).endswith(f"or freeze {freeze} with requires_grad_(False)")
 
 
 def wrapped_by(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], Any]:

@@ -52,7 +52,13 @@ from dpbench.training.parallel import sharded
 from dpbench.training.per_layer import PairRule, Rule, Saved, TokenRule, can_be_tied
 from dpbench.training.phases import phase
 from dpbench.training.plan import TOLERANCES, Plan, Probe, expand
-from dpbench.training.refusals import ModelSnapshot, check_used_in_layers, used_outside
+from dpbench.training.refusals import (
+    BY_EXAMPLE,
+    CannotClip,
+    ModelSnapshot,
+    check_used_in_layers,
+    used_outside,
+)
 from dpbench.training.units import UnitRule, cost_of
 from dpbench.workloads.base import examples_in
 
@@ -182,7 +188,7 @@ class FusedTrainer(ClippedSumTrainer):
                 self.tied.setdefault(parameter, []).append(rule)
         self.tied = {p: rules for p, rules in self.tied.items() if len(rules) > 1}
         if units := [rule for rule in self.rules.values() if isinstance(rule, UnitRule)]:
-            warnings.warn(cost_of(units), stacklevel=3)
+            warnings.warn(cost_of(units), stacklevel=4)
 
     def check_losses(self, batch: Batch) -> None:
         """Check losses again: a function that is new, or a batch with more than one example."""
@@ -289,6 +295,14 @@ class FusedTrainer(ClippedSumTrainer):
     # --- step ------------------------------------------------------------------------------------
 
     def train_step(self, batch: Batch) -> Tensor:
+        try:
+            return self.take_step(batch)
+        except CannotClip as error:
+            error.args = (f"{error}, or {BY_EXAMPLE}",)
+            raise
+
+    def take_step(self, batch: Batch) -> Tensor:
+        """Take a step, like `train_step`. No refusal proposes another trainer."""
         self.begin_step()
         # Operators inside a graph cannot be counted. Under FSDP2, only the last micro-batch reduces
         # gradients, but every replay of a graph would run the collectives that the graph contains.

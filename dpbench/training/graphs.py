@@ -369,7 +369,7 @@ def recorded_step(trainer: Any, part: Batch) -> StepGraphs | None:
 
 def warn_without_graphs(why: str) -> None:
     """Warn that the following steps run eagerly."""
-    warnings.warn(f"fused runs without CUDA graphs, because {why}", stacklevel=4)
+    warnings.warn(f"fused runs without CUDA graphs, because {why}", stacklevel=5)
 
 
 def reason(error: BaseException) -> str:

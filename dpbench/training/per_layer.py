@@ -25,13 +25,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from dpbench.core.errors import ConfigurationError
 from dpbench.training import convolutions
 from dpbench.training.clipped_sums import Factors, Sums
 from dpbench.training.kernels import has_tf32, layer_norm_samples, weighted_sum
 from dpbench.training.norms import KEPT, GhostNorms, Shape, cheapest
 from dpbench.training.parallel import kind_of
-from dpbench.training.refusals import BY_EXAMPLE
+from dpbench.training.refusals import CannotClip
 
 Gradients = Mapping[Tensor, Tensor]
 """Per-sample gradients ``[B, …]``, by parameter."""
@@ -63,13 +62,17 @@ class Rule(ABC, Generic[L]):
         own = layer.named_parameters(recurse=False)
         self.trained = {name: parameter for name, parameter in own if parameter.requires_grad}
 
-    def refusal(self, why: str) -> ConfigurationError:
+    @property
+    def which(self) -> str:
+        """The layer, in words."""
+        one = "the whole model" if any(self.layer.children()) else "the model, which is one layer"
+        return f"{f'layer {self.name}' if self.name else one} ({kind_of(self.layer).__name__})"
+
+    def refusal(self, why: str) -> CannotClip:
         """Return an error that gives the reason ``why`` this layer cannot be clipped."""
-        which = f"layer {self.name}" if self.name else "the model, which is one layer"
-        kind = kind_of(self.layer).__name__
-        return ConfigurationError(
-            f"{which} ({kind}) cannot be clipped in one backward pass: {why}; "
-            f"change the layer, freeze it with requires_grad_(False), or {BY_EXAMPLE}"
+        return CannotClip(
+            f"{self.which} cannot be clipped in one backward pass: {why}; change it or freeze "
+            f"{'it' if self.name else ' and '.join(self.trained)} with requires_grad_(False)"
         )
 
     def check_call(self, given: Any, options: Any, returned: Any, examples: int) -> None:

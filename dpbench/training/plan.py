@@ -454,7 +454,7 @@ class Plan:
             warnings.warn(
                 f"the model does not run with {FEW} examples ({error}), so whether it mixes "
                 f"examples is not known",
-                stacklevel=5,
+                stacklevel=6,
             )
 
     def _fit(self, probe: Probe, *, fake: bool) -> None:

@@ -57,6 +57,14 @@ MACHINE_ERRORS = ("memory", "CUDA", "cuDNN")
 """Texts in errors whose cause is the machine, not a layer."""
 
 
+class CannotClip(ConfigurationError):
+    """A layer or parameter cannot be clipped in one pass.
+
+    The message ends with what works in any training. `FusedTrainer.train_step` adds another
+    trainer, which is no remedy in a training of `dpbench.private`.
+    """
+
+
 class CannotTrain(ConfigurationError):
     """Replaces an error of Opacus in a step if a layer or parameter of the model is the cause."""
 
@@ -98,7 +106,7 @@ def check_rows(model: nn.Module, examples: int) -> None:
     }
     if wrong:
         raise CannotTrain(
-            f"Opacus cannot train parameter {_first_of([*wrong])}: it has "
+            f"Opacus cannot train parameter {first_of([*wrong])}: it has "
             f"{next(iter(wrong.values()))} per-sample gradients for {examples} examples, because "
             f"the first dimension of its layer's input is not the example; move the examples there "
             f"(repeat what examples share), or {BY_EXAMPLE}"
@@ -129,7 +137,7 @@ def _explained(error: Exception, model: nn.Module) -> str:
     partly = [name for name, p in _trained(model) if hasattr(p, "_current_grad_sample")]
     if partly and any(known in words for known in NO_GRADIENT):
         return (
-            f"Opacus cannot train parameter {_first_of(partly)}: the backward does not reach every "
+            f"Opacus cannot train parameter {first_of(partly)}: the backward does not reach every "
             f"call of its layer; pass use_reentrant=True to checkpointing, and call the layer "
             f"under torch.no_grad() if the loss does not depend on this call"
         )
@@ -174,10 +182,10 @@ def _without(model: nn.Module, *attributes: str) -> str:
     lacking = (
         n for n, p in _trained(model) if all(getattr(p, a, None) is None for a in attributes)
     )
-    return _first_of([*lacking])
+    return first_of([*lacking])
 
 
-def _first_of(names: Sequence[str]) -> str:
+def first_of(names: Sequence[str]) -> str:
     """Return the first name and the number of the others; "" if there are no names."""
     return f"{names[0]} (and {len(names) - 1} more)" if len(names) > 1 else "".join(names)
 
@@ -256,7 +264,7 @@ class ModelSnapshot:
 def _changed(name: str, what: str, remedy: str) -> ConfigurationError:
     return ConfigurationError(
         f"{name} was {what} after the trainer was made, and the trainer does not support this "
-        f"change: {remedy}, or make a new trainer afterwards"
+        f"change: {remedy}, or make a new trainer of copy.deepcopy(model) afterwards"
     )
 
 
@@ -336,10 +344,10 @@ def used_outside(
 def check_used_in_layers(names: Sequence[str]) -> None:
     """Raise if the result of `used_outside` has a name."""
     if names:
-        raise ConfigurationError(
+        raise CannotClip(
             f"the model uses parameter {names[0]} without a call of its layer, so the gradients "
-            f"of single examples are unknown: call the layer, freeze the parameter with "
-            f"requires_grad_(False), or {BY_EXAMPLE}"
+            f"of single examples are unknown: call the layer or freeze the parameter with "
+            f"requires_grad_(False)"
         )
 
 

@@ -17,6 +17,7 @@ from torch.func import functional_call, grad, vmap
 from torch.utils import _pytree as pytree
 
 from dpbench.training.per_layer import Rule
+from dpbench.training.refusals import CannotClip, first_of
 
 SHARED = 0
 """Rows for each example in a tensor that all examples share."""
@@ -51,6 +52,10 @@ class UnitRule(Rule[nn.Module]):
         self._autocast: AbstractContextManager[object] = nullcontext()
         self.by_vmap = True
         """Whether all examples run at once."""
+
+    def refusal(self, why: str) -> CannotClip:
+        own = f"its parameter {first_of([*self.trained])} can be clipped in no smaller module, and "
+        return super().refusal(why if self.name else own + why)
 
     def inputs(self, given: Any, options: Any) -> tuple[list[Any], Any]:
         """Return the detached arguments of a call, as the leaves and structure of a tree."""
@@ -138,14 +143,13 @@ def random_states(module: nn.Module) -> list[Tensor]:
 
 def cost_of(units: Sequence[UnitRule]) -> str:
     """Return what a user should know about the cost of these rules."""
-    first = units[0]
-    where = f"layer {first.name}" if first.name else "the whole model"
+    first, *others = units
     names = [*first.trained]
     which = " and ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
-    more = f", and {len(units) - 1} more modules" if len(units) > 1 else ""
+    more = first_of([each.name or "the whole model" for each in others])
     return (
-        f"to clip {which}, fused runs {where} ({type(first.layer).__name__}) forward and backward "
-        f"once more in each step{more}"
+        f"to clip {which}, fused runs {first.which} forward and backward once more "
+        f"in each step{more and f', and for other parameters {more}'}"
     )
 
 
