@@ -23,10 +23,6 @@ CLOSE = 0.05
 """Predicted times are close if the longer time exceeds the shorter time by at most this share.
 Smaller differences between predictions mean little."""
 
-KNOWN_METHODS = ("dpsgd_ghost", "dpsgd_fgc", "dpsgd")
-"""Opacus's methods. The recommended method is compared with the first of these methods that fits
-the memory and has no predicted time close to the recommended method's."""
-
 SLOW = 4.0
 """If the recommended step takes more times a standard step, or no method trains the model, the
 advice says what to change in the model, so that a faster method trains it."""
@@ -171,8 +167,11 @@ def _choice(frame: pd.DataFrame, batch_size: int, memory: float) -> tuple[str | 
     best = fitting.iloc[0]
     parts = [
         f"Use `{best.trainer}`: its step should take {best.predicted_seconds * 1e3:.1f} ms, "
-        f"{best.predicted_ratio:.2f} times a standard step"
+        f"{best.predicted_ratio:.2f} times a standard step, with {best.bytes_ratio:.2f} times the "
+        f"bytes and {best.peak_ratio:.2f} times the peak memory"
     ]
+    if best.predicted_ratio < 1 and not best.launch_seconds:
+        parts.append("it is shorter because, with CUDA graphs, Python launches no operators")
     # Methods are in ascending order of predicted time, and `best` is the first that fits.
     # So the methods before `best` do not fit.
     parts += [f"`{name}` does not fit" for name in private.trainer.iloc[: fitting.index[0] - 1]]
@@ -182,8 +181,10 @@ def _choice(frame: pd.DataFrame, batch_size: int, memory: float) -> tuple[str | 
         listed = " and ".join(f"`{name}`" for name in near.trainer)
         parts.append(f"{listed} {'is' if len(near) == 1 else 'are'} within {within:.0%}")
     slower = fitting[~fitting.trainer.isin([best.trainer, *near.trainer])]
-    for name in [name for name in KNOWN_METHODS if name in {*slower.trainer}][:1]:
-        parts.append(f"`{name}` {_compared(best, slower[slower.trainer == name].iloc[0])}")
+    if len(slower):
+        other = slower.iloc[0]
+        ratios = f"{other.predicted_ratio:.2f}, {other.bytes_ratio:.2f} and {other.peak_ratio:.2f}"
+        parts.append(f"next is `{other.trainer}` with {ratios} times")
     most = fitting.sort_values("largest_batch", kind="stable").iloc[-1]
     if best.largest_batch < most.largest_batch and best.largest_batch < 2 * batch_size:
         parts.append(f"for batches above {best.largest_batch}, use `{most.trainer}`")
@@ -202,15 +203,6 @@ def _changes(refused: Mapping[str, str]) -> str:
 def cut(why: str) -> str:
     """Return the reason of a refusal without the advice to use another trainer."""
     return why.partition(", or use the trainer")[0]
-
-
-def _compared(best: pd.Series[Any], other: pd.Series[Any]) -> str:
-    """Return the costs of another method relative to the best method, as text."""
-    times = other.predicted_seconds / best.predicted_seconds
-    moved = other.logical_bytes / best.logical_bytes
-    saved = 1 - other.peak_memory_bytes / best.peak_memory_bytes
-    memory = "save no memory" if saved < CLOSE else f"save {saved:.0%} of the memory"
-    return f"would take {times:.1f} times as long, move {moved:.1f} times as much and {memory}"
 
 
 def with_measured(frame: pd.DataFrame, summary: pd.DataFrame, case: Case) -> pd.DataFrame:

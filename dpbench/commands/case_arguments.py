@@ -20,16 +20,16 @@ def add_case(
     parser: argparse.ArgumentParser,
     axes: Iterable[str] = AXES,
     *,
-    device: str,
+    device: str | None,
     required: bool = True,
     **usual: Any,
 ) -> None:
-    """Declare an option for each of the axes, and an option for the device.
+    """Declare an option for each of the axes, and an option for the device, if it is used.
 
     Args:
         parser: the parser that gets the options.
         axes: axes of a case, by default all.
-        device: the default device.
+        device: the default device; None for a command that uses no device.
         required: whether an axis without a default must be given.
         usual: defaults of axes that replace the defaults of `DEFAULTS` and `Case`.
     """
@@ -42,6 +42,8 @@ def add_case(
             required=required and default is None,
             help=axis_help(axis) + (f" (default {default})" if default else ""),
         )
+    if device is None:
+        return
     parser.add_argument(
         "--device",
         choices=("auto", "cpu", "cuda"),

@@ -55,8 +55,6 @@ from dpbench.verify.recorder import CheckingRecorder
 SMALL: dict[str, Any] = {"batch_size": 4, "seq_len": 16, "model_size": "tiny", "micro_batches": 2}
 WIDTH = 300
 """Width of the table in characters. It keeps each check on one line despite long names."""
-LEGEND = "σ: noise multiplier; C: clipping threshold; B: batch size"
-"""Line below the table."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,7 +101,7 @@ def as_text(case: Subject, checks: Sequence[Check]) -> str:
     lines = [[check.name, check.verdict, check.error_text, check.worst] for check in judged]
     headers = ["check", "verdict", "found", "worst parameter"]
     title = f"verify {case.id}"
-    table = Table(title, headers, lines, (LEGEND,), align="left").as_text(WIDTH)
+    table = Table(title, headers, lines, align="left").as_text(WIDTH)
     below = [f"{check.name}: {line}" for check in checks for line in check.wrong]
     below += [f"{check.name}: {check.error_text}" for check in checks if check.verdict == NOTE]
     return "\n".join([table, *([""] if below else []), *below])

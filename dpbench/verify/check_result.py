@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 OK, FAILED, NOT_JUDGED = "ok", "FAILED", "not judged"
 NOTE = "note"
 """Verdict of what no check can judge, and readers should know."""
+
+SYMBOLS = "σ (noise multiplier)", "C (clipping threshold)", "B (batch size)"
+"""What the results of checks are expressed in, see `used`."""
 
 IN_RANK_0 = "only rank 0 judges this check"
 """Reason that ranks other than rank 0 give for not judging a check."""
@@ -45,3 +48,17 @@ class Check:
         contains the reason why it could not be judged.
         """
         return not self.wrong
+
+
+def used(name: str, values: Iterable[tuple[float, float, float]]) -> Check:
+    """Make a note of the different values of `SYMBOLS` with which steps were taken.
+
+    Args:
+        name: the note's name.
+        values: σ, C and B of each step or run.
+    """
+    columns = [
+        dict.fromkeys(f"{value:.4g}" for value in each) for each in zip(*values, strict=True)
+    ]
+    each = (f"{s} = {', '.join(c)}" for s, c in zip(SYMBOLS, columns, strict=True))
+    return Check(name, NOTE, "", "; ".join(each))

@@ -40,7 +40,7 @@ class Influences(TorchDispatchMode):
 
     Attributes:
         leaves: the tensors that have been changed in place, and require gradients or are running
-            statistics.
+            statistics, with the sources of all changes.
     """
 
     def __init__(self) -> None:
@@ -116,14 +116,14 @@ class Influences(TorchDispatchMode):
     def _follow(
         self, given: Mapping[str, Any], written: set[str], out: Any, overwrites: bool
     ) -> None:
-        for name in written:
-            for tensor in tensors_in(given[name]):
-                if (tensor.requires_grad and tensor.is_leaf) or name.startswith("running_"):
-                    self.leaves[tensor] = True
         read = [*tensors_in([v for n, v in given.items() if not (overwrites and n in written)])]
         sources = self.of(read) & ~MADE
         if all(self.of(each) & MADE or isinstance(each, nn.Parameter) for each in read):
             sources |= MADE
+        for name in written:
+            for tensor in tensors_in(given[name]):
+                if (tensor.requires_grad and tensor.is_leaf) or name.startswith("running_"):
+                    self.leaves[tensor] = self.leaves.get(tensor, 0) | sources
         data = [each for each in read if each.ndim and self.data_rows(each)]
         for tensor in tensors_in([out, *(given[name] for name in written)]):
             storage = _storage(tensor)

@@ -24,9 +24,11 @@ The bounds hold for any number of elements n:
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -124,12 +126,15 @@ class Comparison:
         name: the parameter; empty for all parameters together.
         message: a description of the result, to print after the parameter's name.
         error_text: the result in a few characters, for a table.
+        limits: returns which results pass, as text, if ``log_chance`` must be at least its
+            argument. None if ``error_text`` says what is expected.
     """
 
     log_chance: float
     name: str
     message: str
     error_text: str
+    limits: Callable[[float], str] | None = None
 
 
 Comparisons = tuple[list[Comparison], int]
@@ -191,7 +196,9 @@ def _check(name: str, found: Sequence[Comparison], number: int) -> Check:
     shown = min(together or found, key=lambda each: each.log_chance)
     chance = math.exp(min(shown.log_chance + math.log(max(number, 1)), 0.0))
     how = f"; chance {chance:.1g} if noise is correct (≥ {FALSE_ALARM / TESTS:.1g})" * bool(wrong)
-    return Check.judged(name, [*wrong.values()], shown.name, shown.error_text + how)
+    limits = f" ({shown.limits(limit)})" if shown.limits else ""
+    error_text = shown.error_text + limits + how
+    return Check.judged(name, [*wrong.values()], shown.name, error_text)
 
 
 # --- the noise of one element --------------------------------------------------------------------
@@ -218,7 +225,8 @@ def _deviations(draws: Sequence[Draw]) -> Comparisons:
         missing = times**2 < NO_NOISE
         message = "no noise" if missing else f"{times:.4g} times the deviation σC/B"
         message += f" ({where})" * bool(where)
-        comparison = Comparison(chance, name, message, f"{times:.4g} σC/B")
+        limits = partial(_limits_of_deviation, n, slack / expected)
+        comparison = Comparison(chance, name, message, f"{times:.4g} σC/B", limits)
         found.append((not name, not where, chance, comparison))
     # A message names the least likely run or step; all runs together come last.
     return [each for *_, each in sorted(found, key=lambda each: each[:3])], len(found)
@@ -229,6 +237,19 @@ def log_chance_of_mean_square(q: float, n: int) -> float:
     return math.log(2) - n / 2 * (q - 1 - math.log(q)) if 0 < q < math.inf else -math.inf
 
 
+def _limits_of_deviation(n: int, slack: float, least: float) -> str:
+    """Return the smallest and the largest deviation of n elements that pass, to 1e-4."""
+
+    def farthest(sign: int, most: int) -> float:
+        def unlikely(far: int) -> float:
+            return -log_chance_of_mean_square((1 + sign * far / 10_000) ** 2, n)
+
+        far = bisect_right(range(most), -least, key=unlikely) - 1
+        return max(1 + sign * (far / 10_000 + slack), 0.0)
+
+    return f"{farthest(-1, 10_000):.4g} to {farthest(1, 10**6):.4g}"
+
+
 def _distributions(draws: Sequence[Draw], eps: float) -> Comparisons:
     """Test the distribution of each parameter in all runs, and of all parameters in each run."""
     groups = [(name, "") for name in {n: None for draw in draws for n in draw.noise}]
@@ -236,16 +257,20 @@ def _distributions(draws: Sequence[Draw], eps: float) -> Comparisons:
     found = []
     for name, run in groups if draws else ():
         values = joined_noise([draw for draw in draws if run in ("", draw.run)], name)
-        distance, chance = _distance(_thinned(values, DISTRIBUTION_ELEMENTS), eps)
+        thinned = _thinned(values, DISTRIBUTION_ELEMENTS)
+        distance, chance = _distance(thinned, eps)
         sizes, n, where = values.abs(), values.numel(), f" ({run})" * bool(run)
         message = f"the distribution differs from the normal one by {distance:.2g}{where}"
-        found.append(Comparison(chance, name, message, f"off by {distance:.2g} from normal"))
+        limits = partial(_limit_of_distance, thinned.numel(), eps)
+        text = f"off by {distance:.2g} from normal"
+        found.append(Comparison(chance, name, message, text, limits))
         for beyond in TAILS:
             k = int(torch.count_nonzero(sizes > beyond))
             least, most = (math.erfc(beyond * (1 + off) / 2**0.5) for off in (eps, -eps))
             chance = log_chance_of_count(k, n, least, most)
             message = f"{k} of {n} elements are beyond {beyond:g} σ, expected {n * most:.3g}{where}"
-            found.append(Comparison(chance, name, message, f"{k} beyond {beyond:g} σ"))
+            expected = f"{k} beyond {beyond:g} σ, expected {n * most:.3g}"
+            found.append(Comparison(chance, name, message, expected))
     return found, len(found)
 
 
@@ -260,6 +285,10 @@ def _distance(values: Tensor, eps: float) -> tuple[float, float]:
     # 0.242, so the change is less than eps/4.
     beyond_rounding = max(distance - eps / 4, 0.0)
     return distance, math.log(2) - 2 * n * beyond_rounding**2
+
+
+def _limit_of_distance(n: int, eps: float, least: float) -> str:
+    return f"≤ {((math.log(2) - least) / (2 * n)) ** 0.5 + eps / 4:.2g}"
 
 
 def log_chance_of_count(k: int, n: int, least: float, most: float) -> float:
@@ -330,7 +359,7 @@ def shift_correlations(draws: Sequence[Draw]) -> Comparisons:
             chance = float(log_chance_of_correlation(torch.tensor(r).double(), torch.tensor(n)))
             size = f"correlation {r:.2g} of {n} pairs"
             message = f"the noise repeats after {shift} elements in {where} ({size})"
-            found.append(Comparison(chance, name, message, size))
+            found.append(Comparison(chance, name, message, size, partial(_limit_of_correlation, n)))
     return found, 2 * sum(len(vector) for _, vector, _ in vectors)
 
 
@@ -371,6 +400,10 @@ def log_chance_of_correlation(r: Tensor, n: Tensor) -> Tensor:
     return (n - 1).clamp(min=0) / 2 * torch.log1p(-(r * r).clamp(max=1 - 1e-12))
 
 
+def _limit_of_correlation(n: int, least: float) -> str:
+    return f"within ±{(-math.expm1(2 * least / max(n - 1, 1e-9))) ** 0.5:.2g}"
+
+
 def pair_correlations(draws: Sequence[Draw]) -> Comparisons:
     """Correlate each parameter's noise with the noise of other parameters and other steps.
 
@@ -404,9 +437,10 @@ def _correlations(named: Sequence[tuple[str, str, Tensor]]) -> Comparisons:
     for i, j in enumerate(others.tolist()):
         (name, where, _), (other, other_step, _) = named[i], named[j]
         which = "that" if other == name else f"that of {other}"
-        size = f"correlation {float(r[i, j]):.2g} of {int(n[i, j])} pairs"
+        size = f"correlation {float(r[i, j]):.2g} of {(pairs := int(n[i, j]))} pairs"
+        limits = partial(_limit_of_correlation, pairs)
         message = f"its noise in {where} correlates with {which} in {other_step} ({size})"
-        found.append(Comparison(float(worst[i]), name, message, size))
+        found.append(Comparison(float(worst[i]), name, message, size, limits))
     return found, len(named) ** 2 // 2
 
 
@@ -425,5 +459,10 @@ def _along_gradients(draws: Sequence[Draw]) -> Comparisons:
         message = f"the clipped gradient is off by {far:.3g} noise deviations"
         message += f" ({run})" * bool(run)
         chance = math.log(2) - beyond**2 / 2
-        found.append(Comparison(chance, name, message, f"{far:.2g} deviations along the gradient"))
+        text = f"{far:.2g} deviations along the gradient"
+        found.append(Comparison(chance, name, message, text, partial(_limit_along, slack)))
     return found, len(found)
+
+
+def _limit_along(slack: float, least: float) -> str:
+    return f"within ±{(2 * (math.log(2) - least)) ** 0.5 + slack:.2g}"

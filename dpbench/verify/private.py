@@ -212,6 +212,7 @@ class PrivateSteps:
         has_clipped: whether a norm exceeded the threshold in a compared step.
         draws: the noise, by the parameters' names.
         noiseless: steps with σ = 0.
+        used: the script's σ and C, and the number B that divides sums, of each step.
     """
 
     def __init__(self) -> None:
@@ -224,6 +225,7 @@ class PrivateSteps:
         self.has_clipped = False
         self.draws: dict[tuple[str, ...], list[Draw]] = {}
         self.noiseless: set[int] = set()
+        self.used: list[tuple[float, float, float]] = []
         self._accumulated: dict[int, list[list[Call]]] = {}  # calls of a step that is under way
         self._lowered: dict[int, Threshold] = {}  # thresholds at which norms are clipped
         self._own: dict[int, Threshold] = {}  # the script's thresholds that have been lowered
@@ -315,6 +317,8 @@ class PrivateSteps:
         ``number`` is the number of steps before.
         """
         private, clipped = self.latest[id(inner)], self.handed.pop(id(inner))
+        own = float(torch.tensor(self._own.get(id(inner), private.threshold)).norm())
+        self.used.append((private.sigma, own, private.divisor))
         deviation = private.sigma * float(torch.tensor(private.threshold).norm()) / private.divisor
         if not deviation:
             self.noiseless.add(number)

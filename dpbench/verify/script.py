@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from dpbench.verify.check_result import FAILED, NOT_JUDGED, NOTE, Check
+from dpbench.verify.check_result import FAILED, NOT_JUDGED, NOTE, Check, used
 from dpbench.verify.noise import check_noise
 from dpbench.verify.private import PrivateSteps
 from dpbench.verify.script_record import StepRecord, shape_of
@@ -26,7 +26,7 @@ MOST_NAMES = 3
 NOT_CHECKED = (
     "that the loss is a mean or sum over examples; that no example's input or label is made of "
     "others; that the sampler draws at its rate; that no private data passes through Python "
-    "numbers, NumPy or files; other steps than these"
+    "numbers, NumPy or files; that σ is the one for your ε; other steps than these"
 )
 
 
@@ -41,7 +41,10 @@ def check_steps(record: StepRecord) -> Iterator[Check]:
         yield from _noise_checks(record.private, record.steps)
         yield from _gradient_checks(record.private)
     elif not record.bypassed:
-        why = "not private: no optimizer of Opacus or make_private steps"
+        why = (
+            "no step is taken by Opacus's optimizer, private.step or private.optimizer, and only "
+            "their steps can be checked"
+        )
         yield Check("clipping and noise", NOT_JUDGED, "", why)
     yield from _notes(record)
 
@@ -69,11 +72,13 @@ def _parameter_checks(record: StepRecord) -> Iterator[Check]:
         f"{len(chosen)} of {len(trained)} trainable",
     )
     idle = [name for name in chosen if not known[name].had_gradient]
-    how = f"{len(chosen) - len(idle)} {steps}"
+    how = f"{len(chosen) - len(idle)} of {len(chosen)} {steps}"
     yield _check("parameters get gradients", idle, f"no gradient {steps}", how)
     if should_move := [name for name in chosen if known[name].should_move]:
         stuck = [name for name in should_move if not known[name].moved]
-        how = f"{len(should_move) - len(stuck)} {steps}"
+        how = f"{len(should_move) - len(stuck)} of {len(chosen)} {steps}"
+        still = [name for name in chosen if not (known[name].should_move or known[name].moved)]
+        how += f"; {_named(still)}: no gradient beyond rounding" * bool(still)
         unchanged = f"has a gradient, but did not change {steps}"
         yield _check("parameters move", stuck, unchanged, how)
     else:
@@ -88,10 +93,19 @@ def _dependence_check(record: StepRecord) -> Check:
     name = "trained by private steps"
     if not (private := record.private_sources()):
         return Check(name, NOT_JUDGED, "", "no private batch is known")
-    wrong = [each for each, bits in record.depends.items() if bits & private]
+    found = [[each for each, bits in now.items() if bits & private] for now in record.depends]
+    reached = {each for now in found for each in now}
+    wrong = []
+    if reached:
+        step, first = next((step, now) for step, now in enumerate(found, 1) if now)
+        first = [each for each in first if each in record.written[step - 1]] or first
+        more = len(reached) - len(first)
+        wrong = [f"{_named(first)} from step {step} on" + f", then {more} more" * bool(more)]
     wrong += ["the loss of a later step"] * record.remembers
     words = "depends on private batches otherwise than through a private step"
-    return _check(name, wrong, words, f"{len(record.depends)} parameters and buffers")
+    number = len({each for sources in record.depends for each in sources})
+    how = f"{len(reached)} of " * bool(reached) + f"{number} parameters and buffers"
+    return _check(name, [", and ".join(wrong)] * bool(wrong), words, how)
 
 
 def _noise_checks(private: PrivateSteps, steps: int) -> Iterator[Check]:
@@ -133,6 +147,8 @@ def _notes(record: StepRecord) -> Iterator[Check]:
     if record.private.draws and seeds:
         notes["seed"] = f"who knows the seed {min(seeds)} can subtract the noise"
     notes["not checked"] = NOT_CHECKED
+    if record.private.used:
+        yield used("used by the script", record.private.used)
     for name, text in notes.items():
         yield Check(name, NOTE, "", text)
 

@@ -77,7 +77,9 @@ class StepRecord(Calls):
         bypassed: the class of an optimizer that steps in place of a private optimizer.
         remembers: whether losses depend on batches of earlier steps.
         follows: whether learning rates follow a metric.
-        depends: sources of parameters and buffers.
+        depends: for each step, the sources of parameters and buffers at its end. Those that share
+            a storage have the same.
+        written: for each step, the parameters that private batches have changed in place so far.
         models: the called modules that compute gradients.
     """
 
@@ -91,7 +93,8 @@ class StepRecord(Calls):
         self.unowned: dict[int, tuple[Tensor, bool]] = {}
         self.bypassed = ""
         self.remembers = self.follows = False
-        self.depends: dict[str, int] = {}
+        self.depends: list[dict[str, int]] = []
+        self.written: list[set[str]] = []
         self.models: dict[int, nn.Module] = {}
         self._called: dict[int, nn.Module] = {}  # all called modules, also without gradients
         self._sources: dict[int, Source] = {}
@@ -219,11 +222,17 @@ class StepRecord(Calls):
             named += [(name_in_model(name), buffer) for name, buffer in module.named_buffers()]
         known = {id(p) for _, p in named}
         # A tensor that is changed in place is a parameter if it outlives a step.
-        leaves, self._leaves = self._leaves, WeakTensorKeyDictionary(self.influences.leaves)
-        others = [*(p for p, _ in self.unowned.values()), *leaves]
+        before, self._leaves = self._leaves, WeakTensorKeyDictionary(self.influences.leaves)
+        others = [*(p for p, _ in self.unowned.values()), *before]
         named += [(f"a tensor of {shape_of(p)}", p) for p in others if id(p) not in known]
+        now: dict[str, int] = {}
         for name, each in named:
-            self.depends[name] = self.depends.get(name, 0) | self.influences.of(each)
+            now[name] = now.get(name, 0) | self.influences.of(each)
+        self.depends.append(now)
+        written = {
+            name for name, each in named if self._leaves.get(each, 0) & self.private_sources()
+        }
+        self.written.append(written)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters of the modules that the loop has called so far, by name."""

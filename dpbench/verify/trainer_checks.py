@@ -31,7 +31,7 @@ from dpbench.launch.ranks import on_all_ranks
 from dpbench.training.base import Batch
 from dpbench.training.correlated_noise import INDEPENDENT
 from dpbench.training.standard import StandardTrainer
-from dpbench.verify.check_result import IN_RANK_0, NOT_JUDGED, NOTE, Check
+from dpbench.verify.check_result import IN_RANK_0, NOT_JUDGED, NOTE, Check, used
 from dpbench.verify.noise import check_noise
 from dpbench.verify.reference import CLIPS, Gradients
 from dpbench.verify.verification import ROUNDED_SIGMA, SIGMA, Verification
@@ -251,6 +251,7 @@ def check_layer(
         checks = [*check_noise(draws, noisy.model.dtype, "parameters, steps")]
         wrong = [f"{c.name.removeprefix('noise: ')}: {line}" for c in checks for line in c.wrong]
         yield Check.judged(names[1], wrong, "", checks[0].error_text)
+        yield used(f"used for {names[1]}", noisy.used)
     else:
         yield Check(names[1], NOT_JUDGED, "", IN_RANK_0)
     yield _tokens_alike(names[2], others)

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from dpbench.core.case import Case
 from dpbench.training.correlated_noise import INDEPENDENT, whitening
 from dpbench.training.parallel import rank_and_ranks
-from dpbench.verify.check_result import IN_RANK_0, NOT_JUDGED, Check
+from dpbench.verify.check_result import IN_RANK_0, NOT_JUDGED, Check, used
 from dpbench.verify.noise import Draw, check_noise
 from dpbench.verify.reference import NEGLIGIBLE, Examples, Gradients, distances, thresholds
 from dpbench.verify.trained_model import ONE_PROCESS, RATE, TrainedModel
@@ -88,6 +88,7 @@ class Verification:
     Attributes:
         half, below_all, above_all: thresholds that about half, all and none of the norms exceed.
         judges_noise: whether this process judges the noise. Of several ranks, only rank 0 does.
+        used: σ, C and B of each run of `draws`.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Verification:
             self.batchings += map(self._of_size, (0, 1, case.batch_size + 1 + case.batch_size % 2))
         self.tolerance = cache(self._tolerance)
         self._clipped = cache(lambda n, i, c: self.clipped(self.batchings[n].examples[i], c))
+        self.used: list[tuple[float, float, float]] = []
         self._runs = 0
 
     def _one_by_one(self) -> Batching:
@@ -165,6 +167,7 @@ class Verification:
         if self.judges_noise:
             runs = "parameters, steps, runs" + ", processes" * bool(other_process)
             yield from check_noise(draws, model.dtype, runs)
+            yield used("used for noise", self.used)
         else:
             yield Check("noise", NOT_JUDGED, "", IN_RANK_0)
         yield self.left_behind(model.first_steps)
@@ -288,6 +291,7 @@ class Verification:
     def draws(self, batching: Batching, sigma: float, threshold: float, steps: int) -> list[Draw]:
         """Take one run and return its noise, or nothing in ranks that do not judge noise."""
         self._runs += 1
+        self.used.append((sigma, threshold, batching.case.batch_size))
         # Ranks derive their own seeds from an even seed, see `SEED_STRIDE`.
         seed = self._runs if self._runs % 2 else self._runs * SEED_STRIDE
         run = f"σ = {sigma:g}, C = {threshold:.3g}{batching.label}"

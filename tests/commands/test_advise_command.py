@@ -9,6 +9,7 @@ import pytest
 from dpbench.commands.cli import main
 from dpbench.core.case import Case
 from dpbench.core.gpu import Gpu
+from dpbench.core.subject import Script
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import STEP, Measurement
 from dpbench.results.run import Run
@@ -52,6 +53,7 @@ def test_the_time_for_launches_is_said_to_be_assumed(
         (["--memory=80"], "write memory as 80GB or 80GiB, not as '80'"),
         (["--trainer=dpsdg"], "unknown trainer 'dpsdg'"),
         (["absent.json"], "no run file absent.json"),
+        (["train.py"], "train.py is no saved run: measure a script with dpbench exec"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -106,6 +108,15 @@ def test_a_saved_runs_cells_have_tables_with_what_was_measured(
     assert "measured" in shown
     assert main(["advise", "run.json", "--batch-size=8"]) == 2
     assert "run has no case" in capsys.readouterr().err
+
+
+def test_a_saved_run_of_a_script_has_no_case_to_advise_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.json").write_text(Run.of("run", [Outcome(Script("mine"), ())]).text)
+    assert main(["advise", "run.json"]) == 2
+    assert "run is a run of a script, which is no case" in capsys.readouterr().err
 
 
 def test_if_no_method_trains_a_model_the_first_line_says_what_to_change_once(

@@ -16,6 +16,8 @@ from dpbench.verify.noise import (
     Draw,
     _along_gradients,
     _deviations,
+    _limit_of_correlation,
+    _limits_of_deviation,
     check_noise,
     log_chance_of_correlation,
     log_chance_of_count,
@@ -128,6 +130,19 @@ def test_a_noise_test_that_fails_shows_its_limit() -> None:
         draw.noise.update({name: 2 * noise for name, noise in draw.noise.items()})
     deviation, *_ = check_noise(draws, torch.float32, "")
     assert deviation.error_text.endswith(" (≥ 7e-08)")
+
+
+@pytest.mark.parametrize("n", [8, 128, 10**6])
+def test_limits_that_are_printed_are_those_that_are_judged(n: int) -> None:
+    least = -20.0
+    limits = _limits_of_deviation(n, 0.0, least)
+    low, high = map(float, limits.split(" to "))
+    for inside, outside in ((low + 0.002, low - 0.002), (high - 0.002, high + 0.002)):
+        assert log_chance_of_mean_square(inside**2, n) > least
+        assert log_chance_of_mean_square(max(outside, 0) ** 2, n) < least
+    r = float(_limit_of_correlation(n, least).removeprefix("within ±"))
+    chance = log_chance_of_correlation(torch.tensor(r).double(), torch.tensor(n))
+    assert float(chance) == pytest.approx(least, rel=0.1) or r == 1
 
 
 @pytest.mark.parametrize("size", [100, 1001])

@@ -130,6 +130,49 @@ def test_rate_that_follows_a_metric_and_a_known_seed_are_said(
     assert checks["seed"].error_text.startswith("who knows the seed 0")
 
 
+def test_noise_that_the_steps_used_is_printed_whatever_was_asked_for(
+    verified: Callable[..., Checks],
+) -> None:
+    changed = private_scripts.MADE + "opt.noise_multiplier = 0.5\n" + private_scripts.TRAIN
+    Path("other.py").write_text(private_scripts.START + changed)
+    said = verified("other.py")["used by the script"].error_text
+    assert said == "σ (noise multiplier) = 0.5; C (clipping threshold) = 0.5; B (batch size) = 8"
+
+
+ONE_BIAS = """
+import dpbench
+model = net()
+private = dpbench.make_private(
+    model, torch.optim.SGD(model.parameters(), lr=0.1), loader_of().dataset,
+    batch_size=8, max_grad_norm=0.5, noise_multiplier=1.0)
+for number, (x, y) in enumerate(private.loader):
+    private.step((x, y), lambda m, b: loss_of(m(b[0]), b[1], reduction="none"))
+    if number == 1:
+        with torch.no_grad():
+            model[0].bias.add_(x.mean())
+"""
+
+
+def test_parameter_that_data_changed_first_is_named_although_all_share_memory(
+    verified: Callable[..., Checks],
+) -> None:
+    Path("other.py").write_text(private_scripts.START + ONE_BIAS)
+    check = verified("other.py")[private_scripts.TRAINED]
+    assert check.error_text == "4 of 4 parameters and buffers"
+    assert check.wrong[0].startswith("0.bias from step 2 on, then 3 more")
+
+
+def test_parameter_that_never_moves_is_named(verified: Callable[..., Checks]) -> None:
+    normed = "nn.Unflatten(1, (4, 4)), nn.Conv1d(4, 4, 1), nn.GroupNorm(4, 4), nn.Flatten()"
+    Path("other.py").write_text(
+        f"{private_scripts.START}\nmodel, loader = net(({normed},)), loader_of()\n"
+        f"opt = torch.optim.SGD(model.parameters(), lr=0.1)\n{private_scripts.TRAIN}"
+    )
+    moved = verified("other.py")["parameters move"]
+    said = "7 of 8 in 3 steps; 1.bias: no gradient beyond rounding"
+    assert (moved.verdict, moved.error_text) == (OK, said)
+
+
 ADVERSARIES = """
 import torch
 from torch import nn
@@ -168,7 +211,8 @@ def test_script_without_privacy_is_said_to_have_none(
     checks = verified("private.py", *how.split())
     assert verdicts(checks, NOT_JUDGED) == {"clipping and noise"}
     assert not verdicts(checks, FAILED)
-    assert checks["clipping and noise"].error_text.startswith("not private")
+    assert "only their steps can be checked" in checks["clipping and noise"].error_text
+    assert "used by the script" not in checks
 
 
 FAULTS = [
