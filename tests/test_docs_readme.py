@@ -89,6 +89,14 @@ def test_the_commands_for_a_laptop_work_in_order_and_print_the_text_in_readme(
     assert main(shlex.split(gate)[1:]) == 1
     assert_printed(block_with("README.md", "1% exceeded"), capfd.readouterr().out)
 
+    (private,) = [block.text for block in blocks("README.md") if block.language == "python"]
+    private = private.replace("**target)", "seed=1, **target)")  # draws the same batches each time
+    Path("train.py").write_text(f"{script.partition('if ')[0]}{private}", encoding="utf-8")
+    (against,) = re.findall(r"`(dpbench exec [^`]+--baseline [^`]+)`", README)
+    assert main(shlex.split(against)[1:]) == 0
+    (ratio,) = re.findall(r"^train +(\d+\.\d+) .*\nplain +1\.00", capfd.readouterr().out, re.M)
+    assert f"about {float(ratio):.1f} times the bytes" in README
+
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_script_trains_privately_with_the_lines_of_readme(

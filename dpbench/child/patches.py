@@ -167,6 +167,7 @@ class _Watching:
                 batch = fetch(iterator)
             sampler = type(getattr(iterator, "_index_sampler", None)).__name__
             finder.poisson |= "UniformWithReplacement" in sampler or "Poisson" in sampler
+            finder.fetched(batch)
             if not (finder.recorder.finished or sys.modules["torch"].is_inference_mode_enabled()):
                 finder.report(finder.recorder.calls.batch, iterator._dataset, batch)
             return batch

@@ -118,7 +118,7 @@ def _write_down(
         outcome = recorder.outcome(case)
         phases = {row.phase for row in outcome.rows}
         notes = (*outcome.notes, *_notes(finder, recorder, phases))
-        outcome = replace(outcome, notes=notes)
+        outcome = replace(outcome, notes=notes, examples=finder.examples)
         if why := _failure_message(finder, recorder, raised, code):
             outcome = outcome.with_error(CaseFailed(f"{case.id}: {why}"))
     except DpbenchError as error:

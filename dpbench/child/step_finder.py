@@ -20,13 +20,16 @@ training steps.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any
 from weakref import WeakSet, ref
 
 from dpbench.child.recorder import Calls, Recorder
 from dpbench.core.case import OUTSIDE
+from dpbench.core.errors import ConfigurationError
 from dpbench.results.kernels import POISSON
 from dpbench.training.phases import OpenPhase, Step, set_current_step
 
@@ -81,6 +84,7 @@ class StepFinder:
         self.steps = 0
         self.evaluations = 0
         self.poisson = False
+        self._fetched = defaultdict[int, list[int | None]](list)  # sizes of batches, by step
         self.failure: Exception | None = None
         self.notes: list[str] = []
         self.turns = AlternatingOptimizers()
@@ -334,6 +338,33 @@ class StepFinder:
         if within is not None and self._updates == updates:
             self.has_updated(getattr(optimizer, "original_optimizer", optimizer))
             self._skipped += self.counts
+
+    def fetched(self, batch: Any) -> None:
+        """Record the size of a batch that a data loader yielded for training, None if unknown."""
+        import torch
+
+        from dpbench.workloads.base import examples_in
+
+        if self.recorder.finished or not (self._is_loop_thread() and torch.is_grad_enabled()):
+            return
+        try:
+            size = examples_in(dict(batch) if isinstance(batch, Mapping) else batch)
+        except ConfigurationError:
+            size = None
+        self._fetched[self.steps].append(size)
+
+    @property
+    def examples(self) -> tuple[int, ...]:
+        """The number of examples in each observed step, or empty if it is unknown.
+
+        It is known only if each step so far, observed or not, fetched equally many batches: a loop
+        that fetches batches ahead of their steps fetches more of them in its first step.
+        """
+        last = self.skip + self.recorder.observed
+        steps = [self._fetched.get(number, []) for number in range(last)]
+        if len({len(sizes) for sizes in steps}) != 1 or None in chain(*steps):
+            return ()
+        return tuple(sum(filter(None, sizes)) for sizes in steps[self.skip :] if sizes)
 
     def remarks(self) -> Iterator[str]:
         """Yield notes about the observed steps."""

@@ -36,7 +36,6 @@ Examples:
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -60,16 +59,16 @@ from dpbench.instruments.script import ScriptRun
 from dpbench.instruments.torch_profiler.profile_folder import REPORT, own_folder
 from dpbench.instruments.torch_profiler.profiler import TorchProfiler
 from dpbench.results.conditions import differing_conditions
-from dpbench.results.kernels import POISSON
 from dpbench.results.outcome import Outcome
 from dpbench.results.run import Run
+from dpbench.results.sizes import no_ratios
 from dpbench.runner import measure
-from dpbench.session import Session, reporting, sources
+from dpbench.session import Session, sources
 from dpbench.verify.check_result import NOTE, OK, Check
 
 COMMON = (
-    *("--instrument", "--skip", "--steps", "--batch-size", "--baseline", "--verify", "--output"),
-    *("--html", "--save", "--compare", "--compare-fail"),
+    *("--instrument", "--skip", "--steps", "--batch-size", "--name", "--baseline", "--verify"),
+    *("--output", "--json", "--html", "--save", "--compare", "--compare-fail"),
 )
 """Options in the short help."""
 
@@ -82,9 +81,6 @@ DECLARED = {
     ),
 }
 """Options shared with ``dpbench run``, by the title of their group."""
-
-SAME_SIZE_FLOPS = 0.01
-"""Largest relative difference in arithmetic between steps whose batches have the same size."""
 
 INSTRUMENT_OPTIONS = ("ncu_path", "ncu_metrics", "profile_dir", "profile_threshold")
 """Options of instruments that apply to scripts."""
@@ -183,8 +179,8 @@ def run(options: argparse.Namespace) -> int:
                 session.write()
             _measure(session, case, scripts)
         finally:  # keep and print what an interrupted session has measured
-            if no_ratio := _no_ratio(standards, session.store.outcomes()):
-                session.notes.append(no_ratio)
+            if refused := no_ratios(standards, session.store.outcomes()):
+                session.notes += refused
                 del cases[1:]
             else:
                 session.store.add(standards)
@@ -194,11 +190,6 @@ def run(options: argparse.Namespace) -> int:
             )  # a failed run must not become a reference
             complete = not failed and {*cases} <= {outcome.case for outcome in outcomes}
             session.finish(complete=complete)
-            if session.limits or baseline:
-                with reporting(session.problem):
-                    judged = session.reference.outcomes if session.limits else ()
-                    both = [*outcomes, *(o for o in judged if o.case in cases)]
-                    session.notes += dict.fromkeys(_size_notes(both))
             if baseline:
                 session.notes += _baseline_notes(baseline, session.begun)
             show(session, "exec")
@@ -331,38 +322,6 @@ def _standards(
             f"here it is {case.batch_size or 'not given'}; pass the same --batch-size to both runs"
         )
     return shared
-
-
-def _excess(outcome: Outcome) -> float:
-    """Return by how much the arithmetic of the largest forward exceeds that of the smallest."""
-    flops = [r.value for r in outcome.rows if (r.metric, r.phase) == ("flops", "forward")]
-    return max(flops) / (min(flops) or math.nan) - 1 if flops else 0.0
-
-
-def _no_ratio(standards: Sequence[Outcome], outcomes: Sequence[Outcome]) -> str:
-    """Return why steps of the script and of its baseline cannot be divided, or an empty string."""
-    varies = [
-        any(POISSON in o.notes or _excess(o) > SAME_SIZE_FLOPS for o in side)
-        for side in (standards, outcomes)
-    ]
-    if not (standards and outcomes) or varies[0] == varies[1]:
-        return ""
-    which = "the baseline's" if varies[0] else "the script's"
-    return (
-        f"no ratio to the baseline: only {which} batches differ in size, as Poisson batches do; "
-        f"compare scripts that sample in the same way"
-    )
-
-
-def _size_notes(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """Yield notes on outcomes whose steps differ in arithmetic, for example by Poisson sampling."""
-    for outcome in outcomes:
-        if (more := _excess(outcome)) > SAME_SIZE_FLOPS:
-            yield (
-                f"{outcome.case.id}: batches differ in size: forward has up to {more:.0%} more "
-                f"arithmetic in one step than in another, and numbers are means over the steps; "
-                f"seed the sampler, or record more --steps"
-            )
 
 
 def _baseline_notes(baseline: Run, here: Run) -> Iterator[str]:

@@ -22,7 +22,7 @@ import pandas as pd
 from dpbench.core.case import AXES
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.metrics import METRICS
-from dpbench.core.subject import Asked, Subject, samples_poisson, subject_from
+from dpbench.core.subject import Asked, Script, Subject, samples_poisson, subject_from
 from dpbench.results.changes import changes_of_all, largest_changes
 from dpbench.results.conditions import differing_conditions
 from dpbench.results.kernels import ELSEWHERE, NO_FLOPS, NOT_COUNTED, STEP_LOST
@@ -30,6 +30,7 @@ from dpbench.results.limits import Judgement, Limit, Unjudged, listed
 from dpbench.results.outcome import COMPLETE
 from dpbench.results.rows import NO_HARDWARE, NUMBER, STEP
 from dpbench.results.run import Run
+from dpbench.results.sizes import other_sizes, ratio_notes
 
 CHANGES = [*AXES, *NUMBER[1:], "unit", "before", "after", "change", "relative"]
 """The columns of a comparison. ``change`` is ``after - before``, and ``relative`` is ``change``
@@ -376,16 +377,19 @@ class Gate:
             for run in (before, after)
         )
         for what, cases, others in (
-            ("not compared, because not requested", [*before.places], requested_before),
+            ("not compared, because not requested", [*_without_standard(before)], requested_before),
             (f"not in {after.name}", requested_before, after.places),
             (f"not in {before.name}", requested_after, before.places),
         ):
             if names := _missing(cases, others):
                 yield f"{what}: {listed(names)}"
-        differences = [*differing_conditions(before, after), other_baseline(before, after)]
+        has_ratios = after.summary.has_baseline.any()
+        other = other_baseline(before, after) if has_ratios else ""
+        differences = [*differing_conditions(before, after), other]
         if any(differences):
             yield f"different from {before.name}: {'; '.join(filter(None, differences))}"
         yield from self._clocks()
+        yield from dict.fromkeys(self._sizes())
         if before.status != COMPLETE:
             yield f"{before.name} was interrupted, so it has only the cases finished until then"
         elif before.verdict != COMPLETE:
@@ -399,6 +403,20 @@ class Gate:
             if notes := clock_notes(row, new):
                 yield f"{case.id}: {'; '.join(notes)}"
 
+    def _sizes(self) -> Iterator[str]:
+        """Yield a note for each script whose numbers or ratios are of batches of other sizes."""
+        asked = None if self.asked is None else {case for case, _ in self.asked}
+        sides = [
+            [o for o in run.outcomes if asked is None or o.case in asked]
+            for run in (self.before, self.after)
+        ]
+        yield from other_sizes(*sides)
+        ratios = self.compared[self.compared.of != ""].dropna(subset=["before", "after"])
+        if len(ratios):
+            for run in (self.before, self.after):
+                for note in ratio_notes(run.outcomes, run.baseline):
+                    yield f"{run.name}: {note}"
+
     def _regression(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return a number that exceeds its limit, with what changed most."""
         case = subject_from(row)
@@ -411,6 +429,13 @@ class Gate:
 def _by_case(rows: pd.DataFrame) -> Iterator[tuple[Subject, dict[str, Any]]]:
     for row in rows.to_dict("records"):
         yield subject_from(row), {str(name): value for name, value in row.items()}
+
+
+def _without_standard(run: Run) -> Iterator[tuple[Subject, str]]:
+    """Yield what a run measured, without the script that `dpbench exec --baseline` copied."""
+    for case, by in run.places:
+        if not (isinstance(case, Script) and case.trainer == run.baseline):
+            yield case, by
 
 
 def _missing(cases: Sequence[tuple[Subject, str]], others: Asked) -> list[str]:

@@ -65,6 +65,8 @@ class Outcome:
         kernels: the counts of each kernel.
         memory_lines: the source lines that allocated the memory in use at the peak.
         notes: what logical counting assumed or did not count.
+        examples: the number of examples in each recorded step of a script, if its data loaders
+            yielded equally many batches in each step; otherwise empty.
         extra_info: additional values that tests recorded.
         tests: the tests that requested the case, each with its id as ``test`` and its ``params``.
         labels: the labels of the trainer, see `TrainerBase`.
@@ -84,6 +86,7 @@ class Outcome:
     kernels: tuple[KernelCount, ...] = field(default=(), repr=False)
     memory_lines: tuple[MemoryLine, ...] = field(default=(), repr=False)
     notes: tuple[str, ...] = ()
+    examples: tuple[int, ...] = ()
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     tests: tuple[Mapping[str, Any], ...] = ()
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -129,6 +132,7 @@ class Outcome:
             kernels=self.kernels + other.kernels,
             memory_lines=self.memory_lines + other.memory_lines,
             notes=tuple(dict.fromkeys(self.notes + other.notes)),
+            examples=other.examples if self.examples in ((), other.examples) else (),
             labels={**self.labels, **other.labels},
             imported={**self.imported, **other.imported},
         )
@@ -137,14 +141,16 @@ class Outcome:
     def of_ranks(cls, outcomes: Sequence[Outcome]) -> Outcome:
         """Return the outcome of all ranks, in which each row names its rank.
 
-        Operators and other lists are those of rank 0. ``details["ranks"]`` has the details of each
-        rank.
+        Operators and other lists are those of rank 0. Examples are added up. ``details["ranks"]``
+        has the details of each rank.
         """
         rows = [replace(row, rank=n) for n, each in enumerate(outcomes) for row in each.rows]
         notes = dict.fromkeys(note for each in outcomes for note in each.notes)
         ranks = [each.details for each in outcomes]
         details = {**outcomes[0].details, "ranks": ranks}
-        return replace(outcomes[0], rows=tuple(rows), notes=tuple(notes), details=details)
+        examples = tuple(map(sum, zip(*(each.examples for each in outcomes), strict=False)))
+        first = replace(outcomes[0], rows=tuple(rows), notes=tuple(notes), details=details)
+        return replace(first, examples=examples)
 
     def as_json(self) -> dict[str, Any]:
         """Return the outcome as plain JSON types, which another process can read."""
@@ -164,7 +170,7 @@ class Outcome:
         case = dict(self.case.columns)
         own = {k: v for k, v in self.as_json().items() if k not in NOT_SAVED}
         entry = case | {k: [*v] if isinstance(v, tuple) else v for k, v in own.items()}
-        for name in ("extra_info", "tests", "labels", "imported"):
+        for name in ("examples", "extra_info", "tests", "labels", "imported"):
             if not entry[name]:
                 del entry[name]
         lists = {

@@ -109,6 +109,7 @@ def _schema() -> type[Any]:
             ("log", str | None),
             ("instruments", list[str]),
             ("notes", list[str]),
+            ("examples", list[int], []),
             ("extra_info", dict[str, Any], {}),
             ("tests", list[TestPart], []),
             ("labels", dict[str, str], {}),

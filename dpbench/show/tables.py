@@ -17,6 +17,7 @@ from dpbench.core.subject import SCRIPT
 from dpbench.results.outcome import Outcome
 from dpbench.results.roofline import BUSY, LAUNCH_BOUND, WAITS
 from dpbench.results.rows import NO_HARDWARE, OF_CASE, STEP
+from dpbench.results.sizes import ratio_notes
 from dpbench.show.layout import ABSENT, BYTES, Table, byte_unit, gigabytes, three_digits
 from dpbench.show.view import (
     NAME,
@@ -295,7 +296,7 @@ def tables(
         listed += group.table(
             f"{group.unit} per step" if in_bytes else "per step",
             {_header(shown, view): group.texts(shown) for shown in columns},
-            [*_notes(group, columns, view), *_differing_labels(group, outcomes)],
+            [*_notes(group, columns, view), *_about_outcomes(group, columns, view, outcomes)],
             group.shown.label.unique(),
         )
         if not (view.columns or "phase" in view.group_by):
@@ -332,6 +333,8 @@ def _columns(group: Group, view: TableOptions) -> list[Metric]:
     # An empty column is shown only if its metric is usually known. Some chips or instruments lack
     # busy shares and metrics from outside dpbench. A single rank sends no bytes to other ranks.
     usual = METRICS.built_in - {BUSY, "collective_bytes"}
+    if (group.frame.workload == SCRIPT).all() and not any(c.kind == "ratio" for c in filled):
+        chosen = [c for c in chosen if c.kind != "ratio"]  # no --baseline was given
     kept = [c for c in chosen if c in filled or (c.of or c.name) in usual]
     return sorted(kept, key=lambda shown: shown.kind != "ratio")
 
@@ -350,7 +353,7 @@ def _notes(group: Group, columns: list[Metric], view: TableOptions) -> Iterator[
     not_measured = f"the {view.baseline!r} trainer was not measured for"
     if ratios and not known.any() and (rows.workload == SCRIPT).all():
         if view.baseline == BASELINE_TRAINER:
-            yield "No ratio: name the saved run of another script with --baseline NUM."
+            yield "No ratio: name the saved run of another script with --baseline NUM or FILE."
     elif ratios and not known.any():
         one_cell = len(rows[CONFIGURATION].drop_duplicates()) == 1
         yield f"No ratio: {not_measured} {'this cell' if one_cell else 'these cells'}."
@@ -402,6 +405,15 @@ def _one_gpu_table(group: Group, columns: list[Metric]) -> list[Table]:
     texts = {c.heading: group.texts(column(derived_name(c.name, "over_one_gpu"))) for c in values}
     notes = [OF_ONE_RANK] if (group.frame.device == NO_HARDWARE).any() else []
     return group.table("÷ one GPU, same batch", {h: t for h, t in texts.items() if t}, notes)
+
+
+def _about_outcomes(
+    group: Group, columns: list[Metric], view: TableOptions, outcomes: Sequence[Outcome]
+) -> Iterator[str]:
+    if any(shown.kind == "ratio" for shown in columns):
+        here = {*group.shown.case}
+        yield from ratio_notes([o for o in outcomes if o.case in here], view.baseline)
+    yield from _differing_labels(group, outcomes)
 
 
 def _differing_labels(group: Group, outcomes: Iterable[Outcome]) -> Iterator[str]:
@@ -456,15 +468,16 @@ def _most_by_phase(group: Group, metric: str) -> pd.Series[float]:
 
 def _phase_table(group: Group, metric: str, name: str, view: TableOptions) -> list[Table]:
     """Make a table of a metric by case and phase, with ratios to the baseline in each phase."""
-    columns, most = {}, _most_by_phase(group, metric)
+    columns, most, divided = {}, _most_by_phase(group, metric), ""
     shown = _phases_shown(group, metric)
     small = [name for name in ALL_PHASES if name not in shown and most.get(name, 0.0) > 0]
     notes = [f"Below {SHOWN_SHARE:.1%} and not shown: {', '.join(small)}."] if small else []
     for phase in shown:
-        ratios = group.texts(column(derived_name(metric)), phase)
+        if ratios := group.texts(column(derived_name(metric)), phase):
+            divided = f" (÷ {view.baseline})"
         values = group.texts(column(metric), phase)
         columns[phase] = {x: f"{v} ({ratios[x]})" if x in ratios else v for x, v in values.items()}
-    return group.table(f"{name} by phase (÷ {view.baseline})", columns, notes)
+    return group.table(f"{name} by phase{divided}", columns, notes)
 
 
 def _busy_table(group: Group) -> list[Table]:

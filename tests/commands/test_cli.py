@@ -290,6 +290,7 @@ def test_every_help_has_examples_and_a_short_one_fits_a_screen(
         assert "--storage" not in short
         options = re.findall(r"^  (--[a-z-]+)", short, re.MULTILINE)
         assert len(options) >= 7
+        assert command != "exec" or {"--name", "--json"} <= {*options}  # README's first commands
         assert all(f"  {option}" in whole for option in options)
 
 

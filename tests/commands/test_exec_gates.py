@@ -110,13 +110,18 @@ def test_another_file_is_another_subject_unless_it_is_named(
 def test_batches_of_different_sizes_are_said_where_a_limit_or_ratio_uses_them(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    differ = "batches differ in size: forward has up to 25% more arithmetic"
+    differ = "one step has up to 25% more arithmetic in forward than another"
     write("train.py", sizes="[8, 8, 10, 8, 8]")
     write("plain.py")
     assert main([*EXEC, "--save=poisson", "train.py"]) == 0
     assert main([*EXEC, "--save=plain", "plain.py"]) == 0
-    assert main([*EXEC, "--compare=1", "--compare-fail=logical_bytes:50%", "train.py"]) == 0
-    assert capfd.readouterr().err.count(f"train: {differ}") == 1
+    limited = [*EXEC, "--compare=1", "--compare-fail=logical_bytes:50%", "train.py"]
+    assert main(limited) == 0
+    assert "differ in size" not in capfd.readouterr().err  # both runs have the same batches
+    write("train.py", sizes="[8, 10, 8, 8, 8]")
+    assert main(limited) == 0
+    assert capfd.readouterr().err.count(differ) == 1
+    write("train.py", sizes="[8, 8, 10, 8, 8]")
     for number, script, whose in (
         (1, "plain.py", "the baseline's"),
         (2, "train.py", "the script's"),
@@ -125,6 +130,90 @@ def test_batches_of_different_sizes_are_said_where_a_limit_or_ratio_uses_them(
         assert main([*EXEC, *ratio, script]) == 0
         assert f"no ratio to the baseline: only {whose} batches" in capfd.readouterr().err
         assert not parsed(Path("ratio.json").read_bytes())["ratios"]
+
+
+DRAWN = """
+import sys
+import torch
+torch.manual_seed(0)
+sizes = iter(map(int, sys.argv[1].split(",")))
+class PoissonSizes(torch.utils.data.Sampler):
+    def __iter__(self):
+        for size in sizes:
+            yield range(size)
+data = torch.randn(64, 64)
+loader = torch.utils.data.DataLoader(data, batch_sampler=PoissonSizes())
+model = torch.nn.Linear(64, 16)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+batches, ahead = iter(loader), "ahead" in sys.argv
+following = next(batches) if ahead else None
+while True:
+    batch, following = following, next(batches, None)
+    batch = batch if ahead else following
+    if batch is None:
+        break
+    model(batch).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+"""Draws batches of the sizes in its first argument. With ``ahead``, fetches each a step early."""
+
+
+@pytest.mark.parametrize("instrument", ["logical", "timing"])
+def test_mean_steps_of_near_sizes_are_divided_with_a_note_and_others_are_not(
+    instrument: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    Path("drawn.py").write_text(DRAWN)
+    exec_ = ["exec", f"--instrument={instrument}", "--skip=1", "--steps=2"]
+
+    def noted(sizes: str, *more: str) -> str:
+        private = ["--name=private", "--baseline=plain.json", "--json=private.json"]
+        assert main([*exec_, *private, "drawn.py", sizes, *more]) == 0
+        shown = capfd.readouterr()
+        has_ratios = bool(parsed(Path("private.json").read_bytes())["ratios"])
+        assert has_ratios == ("÷ plain" in shown.out) == ("no ratio" not in shown.err)
+        return " ".join((shown.out + shown.err).split())
+
+    assert main([*exec_, "--name=plain", "--json=plain.json", "drawn.py", "32,32,32,32"]) == 0
+    assert "÷" not in capfd.readouterr().out
+    near = "batches differ in size: the ratios compare mean steps, of 33.5 and 32.0 examples"
+    assert near in noted("50,30,37,32")
+    assert main(["show", "private.json"]) == 0
+    assert near in " ".join(capfd.readouterr().out.split())
+    assert "mean steps have 36.0 and 32.0 examples, which is more than 10% apart" in noted(
+        "50,30,42,32"
+    )
+    assert "how their mean steps compare is unknown" in noted("30,37,32,30,30", "ahead")
+
+
+def test_a_limit_on_a_ratio_says_that_the_scripts_drew_other_batches(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    Path("drawn.py").write_text(DRAWN)
+    assert main([*EXEC, "--name=plain", "--json=plain.json", "drawn.py", "32,32,32,32"]) == 0
+    private = [*EXEC, "--name=private", "--baseline=plain.json"]
+    assert main([*private, "--json=private.json", "drawn.py", "32,30,33,32"]) == 0
+    capfd.readouterr()
+    limit = ["--compare=private.json", "--compare-fail=logical_ratio:1%"]
+    assert main([*private, *limit, "drawn.py", "32,30,33,32"]) == 0
+    note = "private: batches differ in size: the ratios compare mean steps, of 31.5 and 32.0"
+    said = capfd.readouterr().err
+    assert f"dpbench exec: this session: {note}" in said
+    assert "one step has" not in said  # the same batches were drawn in both runs
+    assert main(["compare", "private.json", "private.json"]) == 0
+    assert note in " ".join(capfd.readouterr().out.split())
+
+
+def test_a_limit_without_ratios_says_nothing_of_the_baseline_that_the_reference_had(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    write("plain.py")
+    write("train.py", clips=3)
+    assert main([*EXEC, "--json=plain.json", "plain.py"]) == 0
+    assert main([*EXEC, "--baseline=plain.json", "--json=bytes.json", "train.py"]) == 0
+    capfd.readouterr()
+    assert main([*EXEC, "--compare=bytes.json", LIMIT, "train.py"]) == 0
+    assert capfd.readouterr().err == "dpbench exec: compared with bytes\n"
 
 
 EVALUATING = """

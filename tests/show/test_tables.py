@@ -216,6 +216,6 @@ def test_script_has_a_table_of_times_by_phase_and_its_place_alone_as_title() -> 
     assert step.title == "cpu: per step"
     assert step.headers == ["trainer", "step\nms"]  # no bytes were counted
     times = next(table for table in listed if "by phase" in table.title)
-    assert times.title == "cpu: ms by phase (÷ standard)"
+    assert times.title == "cpu: ms by phase"
     assert times.headers == ["trainer", "forward", "backward", "outside"]
     assert times.cells == [["private", "1.0", "3.0", "0.5"]]
