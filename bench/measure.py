@@ -2,7 +2,7 @@
 
     python -m bench.measure --list            # print the command of each file
     python -m bench.measure --minutes 9       # stop after 9 minutes; the next call continues
-    python -m bench.measure methods-tf32      # measure only this file
+    python -m bench.measure methods-tf32      # measure only this file, into the folder measured
 
 ``docs/results/evidence.toml`` lists the files. When the minutes are over, a call interrupts
 its current run, and ends. The interrupted run keeps its complete cases, and the next call resumes
@@ -54,7 +54,10 @@ def measure(plan: Mapping[str, str], into: Path, seconds: float) -> list[str]:
     """Measure runs until the time is over. Return the names of runs that are not complete."""
     end = time.monotonic() + seconds
     for name, options in plan.items():
-        if is_complete(into / file_of(name)) or time.monotonic() >= end:
+        if is_complete(into / file_of(name)):
+            print(f"{name}: {into / file_of(name)} is complete")
+            continue
+        if time.monotonic() >= end:
             continue
         process = subprocess.Popen(command(name, options, into), cwd=ROOT)
         try:
@@ -71,7 +74,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="measure only these files")
     parser.add_argument("--minutes", type=float, default=9.0, help="stop after this (default 9)")
-    parser.add_argument("--into", type=Path, default=RESULTS, metavar="FOLDER")
+    parser.add_argument(
+        "--into", type=Path, default=ROOT / "measured", metavar="FOLDER", help="default measured"
+    )
     parser.add_argument("--list", action="store_true", help="print the commands and run nothing")
     options = parser.parse_args()
     if unknown := {*options.names} - {*PLAN}:

@@ -292,7 +292,8 @@ def enforce_micro_batches(trainer: TrainerBase, number: int, size: int) -> None:
                 if seen[-1] > size:
                     refuse(
                         "one forward computes more examples than a micro-batch has; train each "
-                        "micro-batch separately: for last, part in self.parts(batch)"
+                        "micro-batch separately (for last, part in self.parts(batch)), or use "
+                        "--micro-batches 1"
                     )
             return losses(model, batch)
 
