@@ -433,7 +433,8 @@ class References:
         """The run that the user names, or None for the latest that passed."""
         if not (compare := self.settings.compare):
             return None
-        named = compare if compare.isdecimal() else str(self.settings.directory / compare)
+        file = self.settings.directory / compare
+        named = str(file) if not compare.isdecimal() and file.exists() else compare
         return Run.load(Storage(self.settings.storage).find(named))
 
     @cached_property

@@ -58,10 +58,9 @@ from dpbench.instruments.interface import Instrument
 from dpbench.instruments.script import ScriptRun
 from dpbench.instruments.torch_profiler.profile_folder import REPORT, own_folder
 from dpbench.instruments.torch_profiler.profiler import TorchProfiler
-from dpbench.results.conditions import differing_conditions
+from dpbench.results.conditions import differing_conditions, no_ratios
 from dpbench.results.outcome import Outcome
 from dpbench.results.run import Run
-from dpbench.results.sizes import no_ratios
 from dpbench.runner import measure
 from dpbench.session import Session, sources
 from dpbench.verify.check_result import NOTE, OK, Check

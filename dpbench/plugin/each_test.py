@@ -310,13 +310,14 @@ class EachTest:
             return
         reasons = [f"dpbench: {missing}" for missing in judgement.unjudged]
         if worse := len(judgement.regressions):
-            from dpbench.show.comparison import regression_text
+            from dpbench.show.comparison import exceeded_lines, regression_text
 
             self._sections = [("dpbench comparison", regression_text(judgement.regressions))]
             count = f"{worse} regression{'s' if worse > 1 else ''}"
             against = " and ".join(dict.fromkeys(r["reference"] for r in judgement.regressions))
             section = "see the section 'dpbench comparison'"
-            reasons.insert(0, f"dpbench: {count} against {against}; {section}")
+            first = f"dpbench: {count} against {against}; {section}"
+            reasons = [first, *exceeded_lines(judgement.regressions), *reasons]
         pytest.fail("\n".join(reasons), pytrace=False)
 
     @pytest.hookimpl(wrapper=True)

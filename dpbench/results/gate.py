@@ -24,13 +24,12 @@ from dpbench.core.errors import ConfigurationError
 from dpbench.core.metrics import METRICS
 from dpbench.core.subject import Asked, Script, Subject, samples_poisson, subject_from
 from dpbench.results.changes import changes_of_all, largest_changes
-from dpbench.results.conditions import differing_conditions
+from dpbench.results.conditions import differing_conditions, other_sizes, ratio_notes
 from dpbench.results.kernels import ELSEWHERE, NO_FLOPS, NOT_COUNTED, STEP_LOST
 from dpbench.results.limits import Judgement, Limit, Unjudged, listed
 from dpbench.results.outcome import COMPLETE
 from dpbench.results.rows import NO_HARDWARE, NUMBER, STEP
 from dpbench.results.run import Run
-from dpbench.results.sizes import other_sizes, ratio_notes
 
 CHANGES = [*AXES, *NUMBER[1:], "unit", "before", "after", "change", "relative"]
 """The columns of a comparison. ``change`` is ``after - before``, and ``relative`` is ``change``

@@ -14,10 +14,10 @@ from dpbench.core.case import ALL_PHASES, AXES, BASELINE_TRAINER, trained_in, un
 from dpbench.core.metrics import METRICS, STANDARD, Metric, derived_name
 from dpbench.core.registry import TRAINERS
 from dpbench.core.subject import SCRIPT
+from dpbench.results.conditions import ratio_notes
 from dpbench.results.outcome import Outcome
 from dpbench.results.roofline import BUSY, LAUNCH_BOUND, WAITS
 from dpbench.results.rows import NO_HARDWARE, OF_CASE, STEP
-from dpbench.results.sizes import ratio_notes
 from dpbench.show.layout import ABSENT, BYTES, Table, byte_unit, gigabytes, three_digits
 from dpbench.show.view import (
     NAME,

@@ -24,7 +24,7 @@ def test_it_fails_the_test_of_a_trainer_that_does_otherwise(
         def test_right(verify):
             layer = {"layer": "linear", "width": 8, "length": 3}
             checks = verify("fused", workload="layer", set=layer, device="cpu")
-            assert len(checks) == 20 and all(check.passed for check in checks)
+            assert len(checks) == 22 and all(check.passed for check in checks)
 
         def test_wrong(verify):
             case = Case(f"{__name__}:HalfTheNoise", 2, **SMALL)
