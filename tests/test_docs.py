@@ -262,6 +262,12 @@ def test_documents_stay_short() -> None:
     assert {name: number for name, number in lines.items() if number > most[name]} == {}
 
 
+def test_no_page_has_the_marks_of_a_merge() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "bench").rglob("*.md")]
+    marks = re.compile(r"^(?:<{7} |>{7} )", re.M)
+    assert [page.name for page in pages if marks.search(page.read_text("utf-8"))] == []
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_the_gradients_that_opacus_gets_wrong_are_as_far_off_as_printed(
     capsys: pytest.CaptureFixture[str],
