@@ -305,6 +305,22 @@ def other_sizes(before: Iterable[Outcome], after: Iterable[Outcome]) -> Iterator
             )
 
 
+def other_batches(before: Outcome, after: Outcome) -> str:
+    """Return why numbers of two runs are of different batches, or "" if that is not known."""
+    sampled = any(POISSON in each.notes for each in (before, after))
+    sizes = [_sizes(each) for each in (before, after)]
+    if not sampled or sizes[0] == sizes[1] or not all(sizes):
+        return ""
+    means = sorted(map(fmean, sizes))
+    if means[1] <= (1 + SAME_SIZE_FLOPS) * means[0]:
+        return ""
+    return (
+        f"{POISSON}, and steps of the runs had batches of other sizes: draw the same batches, by "
+        f"seed= of make_private (a seeded run is for measuring, not private) or generator= of the "
+        f"data loader that Opacus gets"
+    )
+
+
 def _pairs(
     first: Iterable[Outcome], second: Iterable[Outcome]
 ) -> Iterator[tuple[Outcome, Outcome]]:

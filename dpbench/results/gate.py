@@ -24,7 +24,12 @@ from dpbench.core.errors import ConfigurationError
 from dpbench.core.metrics import METRICS
 from dpbench.core.subject import Asked, Script, Subject, samples_poisson, subject_from
 from dpbench.results.changes import changes_of_all, largest_changes
-from dpbench.results.conditions import differing_conditions, other_sizes, ratio_notes
+from dpbench.results.conditions import (
+    differing_conditions,
+    other_batches,
+    other_sizes,
+    ratio_notes,
+)
 from dpbench.results.kernels import ELSEWHERE, NO_FLOPS, NOT_COUNTED, STEP_LOST
 from dpbench.results.limits import Judgement, Limit, Unjudged, listed
 from dpbench.results.outcome import COMPLETE
@@ -280,6 +285,7 @@ class Gate:
                 self._other_ranks(row)
                 or self._fewer_steps(case, row)
                 or self._not_counted(case, row)
+                or self._other_batches(case, row)
             )
         if self.first_run_ok and not row["steps_present"] < row["steps"]:
             return ""
@@ -287,6 +293,13 @@ class Gate:
         if not devices or not (self.across or row["device"] in devices):
             return "" if self.asked is None else f"{self.before.name} has no number to compare with"
         return self._lacking(self.before, case, row)
+
+    def _other_batches(self, case: Subject, row: Mapping[str, Any]) -> str:
+        old, new = (
+            [o for o in run.outcomes if o.case == case and row["instrument"] in o.by]
+            for run in (self.before, self.after)
+        )
+        return other_batches(old[0], new[0]) if old and new else ""
 
     def _lacking(self, run: Run, case: Subject, row: Mapping[str, Any]) -> str:
         """Return why a run lacks a number."""

@@ -1,0 +1,59 @@
+"""A limit on a step of Poisson batches is checked only for the same batches."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.plugin.conftest import RunSuite
+
+SUITE = """
+import os
+
+import torch
+from opacus import PrivacyEngine
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+data = TensorDataset(torch.randn(64, 8), torch.randint(3, (64,)))
+drawn = torch.Generator().manual_seed(int(os.environ["SEED"]))
+model = nn.Linear(8, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = PrivacyEngine().make_private(
+    module=model,
+    optimizer=optimizer,
+    data_loader=DataLoader(data, batch_size=16, generator=drawn),
+    noise_multiplier=1.0,
+    max_grad_norm=1.0,
+)
+batches = iter(loader)
+
+
+def step():
+    inputs, labels = next(batches)
+    nn.functional.cross_entropy(model(inputs), labels).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_step(logical_io):
+    logical_io(step)
+"""
+LIMIT = ("--dpbench-compare=r.json", "--dpbench-compare-fail=logical_bytes:90%")
+
+
+@pytest.mark.parametrize(("seed", "failed"), [("1", 0), ("2", 1)])
+def test_a_limit_is_not_checked_for_batches_of_other_sizes(
+    project: RunSuite,
+    pytester: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
+    seed: str,
+    failed: int,
+) -> None:
+    pytester.makepyfile(test_suite=SUITE)
+    monkeypatch.setenv("SEED", "1")
+    project("--dpbench-json=r.json").assert_outcomes(passed=1)
+    monkeypatch.setenv("SEED", seed)
+    result = project(*LIMIT)
+    result.assert_outcomes(passed=1 - failed, failed=failed)
+    said = "was not checked for test_suite.py::test_step:step: batches are Poisson samples"
+    assert (said in result.stdout.str()) == bool(failed)
