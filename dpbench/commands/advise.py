@@ -210,8 +210,8 @@ def _notes(advice: Advice, case: Case, launch: str) -> Iterator[str]:
         f"the rates that the card reaches. Launch is {launch} of CPU time for each operator "
         "outside CUDA graphs."
     )
-    room = f"{RESERVED / 1e9:g} GB for CUDA, and {FRAGMENTATION:.0%} or the largest tensor to spare"
-    yield f"Max batch: its counted peak memory fits beside {room}."
+    room = f"{FRAGMENTATION:.0%} of it or its largest tensor, whichever is larger"
+    yield f"Max batch: beside its counted peak remain {RESERVED / 1e9:g} GB for CUDA, and {room}."
     if advice.frame.launch_seconds.eq(0).any():
         yield (
             "CUDA graphs may hold more memory than is counted, so the max batch of `fused` may be "

@@ -66,7 +66,7 @@ class TimingRecorder(Recorder):
 
     def close(self) -> None:
         if self.observed and self.peak is None:
-            self._read_clocks(wait=self.finished)  # before the GPU rests
+            self._read_clocks(wait=self.finished)  # an idle GPU lowers its clocks
             self.peak = self._peak()  # before the script allocates more
         super().close()
 

@@ -270,6 +270,12 @@ def git(directory: Path, *arguments: str, fetches: bool = False) -> bytes | None
     return done.stdout
 
 
+SAME_BATCHES = (
+    "draw the same batches, by seed= of make_private (a seeded run is for measuring, not private) "
+    "or generator= of the data loader that Opacus gets"
+)
+
+
 def no_ratios(standards: Iterable[Outcome], outcomes: Iterable[Outcome]) -> list[str]:
     """Return why mean steps of scripts cannot be divided by those of the baseline, if any."""
     found = [_judged(*pair) for pair in _pairs(standards, outcomes)]
@@ -297,11 +303,9 @@ def other_sizes(before: Iterable[Outcome], after: Iterable[Outcome]) -> Iterator
         if old.case == new.case and more > SAME_SIZE_FLOPS and _sizes(old) != _sizes(new):
             what = "examples" if new.examples else "arithmetic in forward"
             yield (
-                f"{new.case.id}: batches differ in size, also between the runs: one step has up to "
-                f"{more:.0%} more {what} than another, and numbers are means over the steps; draw "
-                f"the same batches, by seed= of make_private (a seeded run is for measuring, not "
-                f"private) or generator= of the data loader that Opacus gets, or record more "
-                f"--steps"
+                f"{new.case.id}: the runs had batches of other sizes: one step has up to "
+                f"{more:.0%} more {what} than another, and numbers are means over the steps; "
+                f"{SAME_BATCHES}, or record more --steps"
             )
 
 
@@ -314,11 +318,7 @@ def other_batches(before: Outcome, after: Outcome) -> str:
     means = sorted(map(fmean, sizes))
     if means[1] <= (1 + SAME_SIZE_FLOPS) * means[0]:
         return ""
-    return (
-        f"{POISSON}, and steps of the runs had batches of other sizes: draw the same batches, by "
-        f"seed= of make_private (a seeded run is for measuring, not private) or generator= of the "
-        f"data loader that Opacus gets"
-    )
+    return f"{POISSON}, and the runs had batches of other sizes: {SAME_BATCHES}"
 
 
 def _pairs(

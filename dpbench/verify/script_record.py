@@ -276,7 +276,7 @@ class StepRecord(Calls):
     def _mark_inputs(self, inputs: Any, dimension: int) -> str:
         """Mark inputs that come from no loader. Describe inputs whose rows are no examples."""
         misread = ""
-        parts = {n for trainer in self._trainers for n in trainer.sizes}  # of a divided batch
+        parts = {n for trainer in self._trainers for n in trainer.sizes}  # examples in a part
         for each in (t for t in tensors_in(inputs) if not isinstance(t, nn.Parameter)):
             bits = self.influences.of(each)
             if not bits & ~MADE:

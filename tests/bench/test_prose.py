@@ -20,6 +20,7 @@ CONSTANTS = {
     r"(?:(?: to|,) \d[\d.]*)*": "a version",
     r"Apache-2\.0": "a name",
     r"gap of 7 %": "a result of a cited paper",
+    r"1\.03 to 1\.17 times": "what tests/bench/test_claims.py reads",
     r"about 1\.4 times the bytes": "what tests/test_docs_readme.py counts",
     r"[Ff]indings?\s\d+": "the number of a finding",
     r"^#+ \d+\.|^\*\*\d+\.": "the number of a section or an item",
