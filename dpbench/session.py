@@ -258,7 +258,8 @@ class Session:
         limits = self.limits if texts is None else [*map(Limit.parse, texts)]
         requests = [r for r in self.store.requests if r.test == test and r.params is not None]
         asked = {key for request in requests for key in request.asked}
-        if not limits or (texts is None and not asked):
+        lost = self.references.steps_of(test) - {case for case, _ in asked} if limits else ()
+        if not limits or (texts is None and not (asked or lost)):
             return None
         by = {request.instruments: None for request in requests}
         cases = {case: None for case, _ in asked}
@@ -268,6 +269,9 @@ class Session:
         outcomes = [outcome for outcome in found if outcome]
         run = Run.of("this session", outcomes, {}, self.begun.session)
         judgement = self.references.judge(run, asked, limits, idle=texts is None)
+        if lost:
+            why = "the test does not measure it now"
+            judgement.unjudged.append(Unjudged("a limit", sorted(case.id for case in lost), why))
         self.store.tell_judged(texts, asked, judgement)
         return judgement
 
@@ -474,6 +478,14 @@ class References:
             return self.named
         passed = (run for run in self._having(asked) if run.verdict == COMPLETE)
         return next((self._load(run.path) for run in passed), Run.of("the storage"))
+
+    def steps_of(self, test: str) -> set[Subject]:
+        """Return the test's own steps in the run with which they are compared."""
+        passed = (run for run in self._runs() if run.verdict == COMPLETE)
+        for run in [self.named] if self.named else passed:
+            if known := {case for case, _ in run.places if case.id.startswith(f"{test}:")}:
+                return known
+        return set()
 
     def check(self, planned: Asked, *, limits: bool) -> None:
         """Raise `ConfigurationError` if the session cannot be compared as the settings request.

@@ -298,3 +298,35 @@ def test_a_ratio_that_the_latest_run_lacks_is_judged_by_an_older_run(
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     path.unlink()
     assert counted(*limited).ret == 0
+
+
+STEPS = """
+import os
+import torch
+
+def step():
+    torch.ones(10).clone()
+
+def test_one(logical_io):
+    if "LESS" not in os.environ:
+        logical_io(step)
+
+def test_other(logical_io):
+    logical_io(step)
+"""
+
+
+def test_limit_fails_a_test_that_passes_and_no_longer_measures_its_step(
+    project: RunSuite, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytester.makepyfile(test_suite=STEPS)
+    project("--dpbench-json=one.json", replayed=False).assert_outcomes(passed=2)
+    compare = "--dpbench-compare=one.json"
+    project(compare, LIMIT, replayed=False).assert_outcomes(passed=2)
+    monkeypatch.setenv("LESS", "1")
+    less = project(compare, LIMIT, replayed=False)
+    less.assert_outcomes(passed=1, failed=1)
+    lost = "test_suite.py::test_one:step"
+    less.stdout.fnmatch_lines([f"*a limit was not checked for {lost}: the test does not measure*"])
+    project(compare, replayed=False).assert_outcomes(passed=2)
+    project(compare, LIMIT, "-k", "other", replayed=False).assert_outcomes(passed=1)
