@@ -19,7 +19,7 @@ from dpbench import TRAINERS, Batch, SimpleBigModel, Workload, get_random_datalo
 from dpbench.core.case import ModelSize
 from dpbench.core.errors import ConfigurationError
 from dpbench.training import convolutions, kernels, per_layer
-from dpbench.training.kernels import gram_sums, has_tf32
+from dpbench.training.kernels import aligned, gram_sums, has_tf32
 from dpbench.training.norms import (
     GRADIENT,
     KEPT,
@@ -444,3 +444,14 @@ def test_numbers_that_are_not_private_are_refused(trainer: str) -> None:
         shown = repr(value) if isinstance(value, str) else value
         with pytest.raises(ConfigurationError, match=f"{name} is {shown}, and must {must}"):
             TRAINERS[trainer](nn.Linear(2, 2), batch_size=4, **{name: value})
+
+
+def test_aligned_rows_are_longer_by_zeros_where_they_are_odd_and_many() -> None:
+    odd = torch.ones(2, 2**19, 3, dtype=torch.bfloat16)
+    longer = aligned(odd)
+    assert longer.shape == (2, 2**19, 64)
+    assert torch.equal(longer[..., :3], odd)
+    assert not longer[..., 3:].any()
+    even, few = torch.ones(2**18, 8), torch.ones(2, 3)
+    assert aligned(even) is even
+    assert aligned(few) is few
