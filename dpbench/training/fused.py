@@ -475,6 +475,9 @@ class FusedTrainer(ClippedSumTrainer):
                 continue
             for parameter, each in samples.items():
                 made[parameter] = made[parameter] + each if parameter in made else each
+        for layer, calls in seen.items():
+            if self.kernels and isinstance(rule := self.rules[layer], PairRule):
+                rule.align(calls)
         kept = KeptGradients(made)
         norms = kept.squared_norms() + self.squared_norms(seen)
         times = multiplied_by_kernel if self.kernels else multiplied

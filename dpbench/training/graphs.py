@@ -83,15 +83,19 @@ class StepGraphs:
         self._reductions: list[Reduction] = []  # under FSDP2, where a graph contains them
         self._live: Any = None
         self._made: list[torch.cuda.CUDAGraph] = []
+        self._peak = 0  # bytes that the step needs in addition
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self) -> None:
         """Run two steps without an update, so that kernels are compiled before the capture.
 
-        The second step's operators are recorded, because a first step may fill caches.
+        The second step's operators are recorded, because a first step may fill caches. The peak of
+        memory is known afterwards, and PyTorch's own record of the peak begins here.
         """
         trainer = self.trainer
         trainer.examples = trainer.part_size
+        torch.cuda.reset_peak_memory_stats()
+        allocated = torch.cuda.memory_allocated()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -111,10 +115,14 @@ class StepGraphs:
                 for name, function in self._recorded().items():
                     with StepOperators() as self._eager[name]:
                         function()
+            before_clip = torch.cuda.max_memory_allocated()
             for _ in self._sum_clipped():
                 pass  # the graphs allocate their own buffers
             trainer.dropped.zero_()
         torch.cuda.current_stream().wait_stream(side)
+        # Sums that accumulate are not in the graphs' pool.
+        peak = before_clip if self._accumulates else torch.cuda.max_memory_allocated()
+        self._peak = peak - allocated
 
     def _recorded(self) -> dict[str, Callable[[], None]]:
         return {"forward": self._forward, "backward": self._backward}
@@ -161,10 +169,20 @@ class StepGraphs:
 
     def _watched(self, function: Callable[[], None], operators: StepOperators) -> None:
         """Run a part of the step, and compare the numbers that an eager step has read."""
+        self._reserve()
         with operators:
             function()
         for number, unread in zip(operators.numbers, operators.unread, strict=False):
             self._as_read.mul_(unread.reshape(()) == number)
+
+    def _reserve(self) -> None:
+        """Allocate the peak of the step at once, and free it, so that the pool is one piece.
+
+        Otherwise, each large tensor of the capture that fits into no free piece gets a piece of its
+        own, and the gaps in these pieces would stay unused as long as the graphs live.
+        """
+        torch.empty(self._peak, dtype=torch.uint8, device=self.loss.device)
+        self._peak = 0
 
     def _check_operators(self, name: str, captured: StepOperators) -> None:
         eager = self._eager.pop(name)

@@ -72,6 +72,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
@@ -205,6 +206,17 @@ class ProductError(NamedTuple):
         sums = number * self.of_sums + (number - 1) * self.of_terms
         return self._replace(of_sums=sums)
 
+    def of_blocks(self, number: int) -> ProductError:
+        """Return a bound of the error of a product ``a aᵀ`` of which blocks are computed apart.
+
+        Blocks may add the columns of a in different orders. A sum over some columns has a norm of
+        at most ``|A_ij| ≤ (|A_ii| |A_jj|)^½`` in each block, so of at most ``Σ |A_ii|`` in all.
+
+        Args:
+            number: of blocks on the diagonal.
+        """
+        return self._replace(of_sums=math.sqrt(number) * self.of_sums)
+
 
 def product_error(a: Tensor, b: Tensor | None = None, *, by_kernel: bool = False) -> ProductError:
     """Bound the error of a product that `dpbench.training.kernels` computes, in the worst case.
@@ -252,6 +264,11 @@ def product_error(a: Tensor, b: Tensor | None = None, *, by_kernel: bool = False
         step = TILINGS[torch.float32][1]
         return ProductError((length / step + 1) * 2.0**-24, (48 + 18 * step / 8) * 2.0**-24)
     return ProductError(length * 2.0**-24, 2.0**-24)
+
+
+def worst(errors: Sequence[ProductError]) -> ProductError:
+    """Return a bound that holds for products with any of these errors."""
+    return ProductError(*map(max, zip(*errors, strict=True)))
 
 
 class GramSums(NamedTuple):
@@ -514,20 +531,32 @@ class GhostNorms:
 
         A token of a linear layer adds ``g xᵀ`` to the gradient, and a token of an embedding adds
         ``e gᵀ``, where e has a one at the token's row index. So the squared norm is that of a
-        linear layer with all these tokens, whose products are computed block by block.
+        linear layer with all these tokens. Its products consist of blocks: one for each layer, and
+        one for each pair of layers, which counts twice, and has no part in the diagonal.
 
         Args:
             pairs: for each layer the arguments ``x`` and ``g`` of `add`.
         """
-        narrow = torch.cat([x if x.dim() == 3 else g for x, g in pairs], 1)
-        blocks = [[product_of_wide(one, other) for other in pairs] for one in pairs]
-        of_wide = torch.cat([torch.cat(row, 2) for row in blocks], 1)
-        of_narrow = wide_product(narrow, narrow.mT)
-        wide = torch.promote_types(of_wide.dtype, of_narrow.dtype)
-        sums = gram_sums(of_narrow.to(wide), of_wide.to(wide))
-        linear = [product_error(g) for x, g in pairs if x.dim() == 3]
-        errors = product_error(narrow), max(linear, default=ProductError(0.0, 0.0))
-        self._put(sums, gram_bound, narrow.shape[1], errors, narrow.dtype)
+        sums, errors_x, errors_g = list[Tensor](), list[ProductError](), list[ProductError]()
+        narrow = [x if x.dim() == 3 else g for x, g in pairs]
+        for (x, g), own in zip(pairs, narrow, strict=True):
+            if self._together:
+                of_layer, kernel = gram_norms([x], [g], False)[:, 0], by_kernel(x, g)
+            else:
+                of_layer, kernel = gram_sums(*products(x, g)), False
+            # An embedding's vectors of length V are its inputs.
+            sums.append(of_layer if own is x else of_layer[[0, 1, 3, 2, 5, 4]])
+            for errors, factor in ((errors_x, own), (errors_g, g if own is x else x)):
+                errors += [product_error(factor), product_error(factor, by_kernel=kernel)]
+        for one, other in combinations(range(len(pairs)), 2):
+            of_wide = product_of_wide(pairs[one], pairs[other])
+            of_narrow = wide_product(narrow[one], narrow[other].mT)
+            sums.append(2 * sums_of_block(of_narrow, of_wide))
+        wide = max((each.dtype for each in sums), key=lambda dtype: dtype.itemsize)
+        total = torch.stack([each.to(wide) for each in sums]).sum(0)
+        tokens = sum(each.shape[1] for each in narrow)
+        bounds = tuple(worst(each).of_blocks(len(pairs)) for each in (errors_x, errors_g))
+        self._put(total, gram_bound, tokens, bounds, narrow[0].dtype)
 
     def _put_gradient(
         self, samples: Tensor, lengths: Tensor, error: ProductError, tokens: int, dtype: torch.dtype
@@ -578,6 +607,16 @@ def product_of_wide(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) ->
     if x.dim() == 2:
         return product_of_wide(other, one).mT
     return g.gather(2, y[:, None, :].expand(-1, g.shape[1], -1)).to(wide_type(g, h))
+
+
+def sums_of_block(of_x: Tensor, of_g: Tensor) -> Tensor:
+    """Return the `GramSums`, ``[6, B]``, of a block of products that is beside the diagonal."""
+    of_x, of_g = (each.to(torch.promote_types(of_x.dtype, of_g.dtype)) for each in (of_x, of_g))
+    both, x_squares, g_squares = (
+        (one * other).sum(2).sum(1) for one, other in ((of_x, of_g), (of_x, of_x), (of_g, of_g))
+    )
+    none = torch.zeros_like(both)
+    return torch.stack([both, none, none, none, x_squares, g_squares])
 
 
 def row_sums(rows: Tensor, g: Tensor) -> Tensor:

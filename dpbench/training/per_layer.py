@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from dpbench.training import convolutions
 from dpbench.training.clipped_sums import Factors, Sums
-from dpbench.training.kernels import has_tf32, layer_norm_samples, weighted_sum
+from dpbench.training.kernels import aligned, has_tf32, layer_norm_samples, weighted_sum
 from dpbench.training.norms import KEPT, GhostNorms, Shape, cheapest
 from dpbench.training.parallel import kind_of
 from dpbench.training.refusals import CannotClip
@@ -118,6 +118,9 @@ class PairRule(Rule[L]):
     def add_norms(self, norms: GhostNorms, seen: Saved, way: str) -> None:
         """Add the layer to ``norms``, where ``way`` is ``products`` or ``gradient``."""
 
+    def align(self, seen: Saved) -> None:
+        """Replace output gradients by `aligned` ones, if the rule can use these."""
+
     @abstractmethod
     def weighted_sums(self, seen: Saved, factors: Factors, sums: Sums) -> None:
         """Add the sum of all examples' clipped gradients to ``sums``."""
@@ -150,6 +153,10 @@ class LinearRule(TokenRule[Any]):
         shape = Shape(len(g), tokens, x.shape[-1], g.shape[-1], g.itemsize, tf32=has_tf32())
         return cheapest(shape, ways, **options)
 
+    def align(self, seen: Saved) -> None:
+        for n, (x, g) in enumerate(seen):
+            seen[n] = x, aligned(g)
+
     def samples(self, x: Tensor, g: Tensor) -> dict[Tensor, Tensor]:
         x, g = as_computed(three_dimensional(x), g), three_dimensional(g)
         a, b = (g, x) if isinstance(self.layer, nn.Linear) else (x, g)
@@ -158,14 +165,18 @@ class LinearRule(TokenRule[Any]):
 
     def weighted_sums(self, seen: Saved, factors: Factors, sums: Sums) -> None:
         x, g = self.joined(seen)
+        is_linear = isinstance(self.layer, nn.Linear)
+        height = self.layer.weight.shape[0 if is_linear else 1]
         if self.layer.weight.requires_grad:
             # The narrower of the two matrices is multiplied by the factors.
             wide = x.shape[2] > g.shape[2]
             a, b = (x, factors.times(g)) if wide else (factors.times(x), g)
-            if isinstance(self.layer, nn.Linear):
+            b = b[..., :height]  # without what `align` has added
+            if is_linear:
                 a, b = b, a
             sums.add_product(self.layer.weight, a.flatten(0, 1).t(), b.flatten(0, 1))
         if self.trains_bias:
+            g = g[..., :height]
             samples = g.sum(1, dtype=torch.promote_types(g.dtype, torch.float32))
             sums.add_written(self.layer.bias, partial(weighted_sum, samples, factors.exact))
 

@@ -412,7 +412,7 @@ def test_peak_memory_has_what_graphs_keep() -> None:
     assert without == allocated
     shown, kept = peaks(graphs=True)
     assert shown < 0.7 * without, "the allocator counts it itself: take what it says"
-    assert 0.9 * without < kept < 1.5 * without
+    assert 0.9 * without < kept < 1.25 * without, "the pool has few gaps"
 
 
 def test_at_bf16_a_token_that_is_everywhere_counts_each_time() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dpbench import TRAINERS, Batch, Case, Workload
+from dpbench.training import kernels
 from dpbench.training.base import Momentum
 from dpbench.verify.reference import Examples
 from dpbench.verify.verification import Verification
@@ -225,11 +226,8 @@ def double(model: nn.Module, batch: Tensor) -> tuple[nn.Module, Tensor]:
     return model.double(), batch.double() if batch.is_floating_point() else batch
 
 
-@pytest.mark.parametrize(("layers", "trainer"), CLIPPED)
-def test_each_parameter_moves_by_the_mean_of_its_clipped_per_example_gradients(
-    layers: str, trainer: str
-) -> None:
-    workload = Given(*LAYERS[layers])
+def check_clipped(workload: Workload, trainer: str) -> None:
+    """Compare a step with the mean of the clipped gradients of a loop over examples."""
     model, batch = double(workload.model(), workload.batches(EXAMPLES)[0])
     expected, threshold = clipped_mean(workload, copy.deepcopy(model), batch)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -246,6 +244,35 @@ def test_each_parameter_moves_by_the_mean_of_its_clipped_per_example_gradients(
     for parameter, old, gradient in zip(trained, before, expected, strict=True):
         assert gradient.any()
         assert (old - parameter - gradient).norm() <= 1e-5 * gradient.norm()
+
+
+@pytest.mark.parametrize(("layers", "trainer"), CLIPPED)
+def test_each_parameter_moves_by_the_mean_of_its_clipped_per_example_gradients(
+    layers: str, trainer: str
+) -> None:
+    check_clipped(Given(*LAYERS[layers]), trainer)
+
+
+class Odd(nn.Module):
+    """Layers with odd numbers of outputs: with a bias, of Hugging Face, called twice, and tied."""
+
+    def __init__(self, turned: Callable[[int, int], nn.Module]) -> None:
+        super().__init__()
+        self.rows, self.head = nn.Embedding(9, 5), nn.Linear(5, 9, bias=False)
+        self.head.weight = self.rows.weight
+        self.turned, self.biased = turned(7, 5), nn.Linear(7, 5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.biased(self.turned(self.rows(ids)).tanh()).tanh()
+        return torch.cat([self.head(x), self.head(self.biased(self.turned(x)))], 1)
+
+
+def test_rows_that_are_lengthened_change_no_clipped_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    conv = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    monkeypatch.setattr(kernels, "LARGE", 1)
+    check_clipped(Given(lambda: Odd(conv), IDS), "fused")
 
 
 class Narrow(nn.Module):

@@ -19,7 +19,7 @@ from dpbench import TRAINERS, Batch, SimpleBigModel, Workload, get_random_datalo
 from dpbench.core.case import ModelSize
 from dpbench.core.errors import ConfigurationError
 from dpbench.training import convolutions, kernels, per_layer
-from dpbench.training.kernels import gram_sums, has_tf32
+from dpbench.training.kernels import aligned, gram_sums, has_tf32
 from dpbench.training.norms import (
     GRADIENT,
     KEPT,
@@ -444,3 +444,35 @@ def test_numbers_that_are_not_private_are_refused(trainer: str) -> None:
         shown = repr(value) if isinstance(value, str) else value
         with pytest.raises(ConfigurationError, match=f"{name} is {shown}, and must {must}"):
             TRAINERS[trainer](nn.Linear(2, 2), batch_size=4, **{name: value})
+
+
+def test_aligned_rows_are_longer_by_zeros_where_they_are_odd_and_many() -> None:
+    odd = torch.ones(2, 2**19, 3, dtype=torch.bfloat16)
+    longer = aligned(odd)
+    assert longer.shape == (2, 2**19, 64)
+    assert torch.equal(longer[..., :3], odd)
+    assert not longer[..., 3:].any()
+    even, few = torch.ones(2**18, 8), torch.ones(2, 3)
+    assert aligned(even) is even
+    assert aligned(few) is few
+
+
+@pytest.mark.parametrize("together", [False, True])
+@settings(deadline=None)
+@given(seed=st.integers(0, 2**16), offset=st.sampled_from([0.0, 1.0, 100.0, 1e4]))
+def test_a_norm_of_a_tied_weight_is_an_upper_bound_and_near_if_tokens_differ(
+    together: bool, seed: int, offset: float
+) -> None:
+    x, g = (each.float() for each in alike(seed, 40, 8, 30, offset, torch.float64))
+    rows = torch.randint(30, (1, 25), generator=torch.Generator().manual_seed(seed))
+    of_rows = numbers(seed + 2, 1, 25, 8).float() * (1 + offset)
+    norms = GhostNorms(together=together)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "SMALL", 0)  # products of these sizes would be in float64
+        norms.add_tied([(x, g), (rows, of_rows)])
+        [bound] = norms.squared_norms()
+    exact = g.double().mT @ x.double()
+    exact[0].index_add_(0, rows[0], of_rows[0].double())
+    assert bound.double().sqrt() >= exact.norm()
+    if offset == 0:
+        assert bound.double().sqrt() <= (1 + 1e-4) * exact.norm()
