@@ -1,7 +1,6 @@
 """Builds a case in the measured process, warms up, and runs the observed steps.
 
-The measured process runs the command ``dpbench step`` (`dpbench.commands.step`), as a new process
-or as a fork (`dpbench.launch.fork_server`).
+The measured process runs the command ``dpbench step`` (`dpbench.commands.step`).
 """
 
 from __future__ import annotations

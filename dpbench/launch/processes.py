@@ -17,7 +17,6 @@ from typing import Any, Protocol, TypeVar
 
 from dpbench.child.messages import POLL_SECONDS, STACK_SIGNAL
 from dpbench.child.program import add_to
-from dpbench.launch.fork_server import fork
 
 ANSWER_SECONDS = 30.0  # limit for ``--version``, which takes one or two seconds
 STACKS_SECONDS = 0.5  # time for ranks to write their stacks, which takes milliseconds
@@ -131,17 +130,14 @@ class ProcessGroup:
         try:
             options |= {"stdin": self._guard.pipe}
             started = ["/bin/sh", "-c", STARTER, "sh", *command]
-            self.process: Any = fork(command, options) or subprocess.Popen(
-                started, start_new_session=True, **options
-            )
+            self.process = subprocess.Popen(started, start_new_session=True, **options)
         except BaseException:
             self._guard.fire()
             raise
 
     def poll(self) -> int | None:
         """Return the exit code, negative after a signal, or None while the program runs."""
-        code: int | None = self.process.poll()
-        return code
+        return self.process.poll()
 
     def request_stacks(self) -> None:
         """Ask the ranks to write their stacks, and give them `STACKS_SECONDS` to do so."""

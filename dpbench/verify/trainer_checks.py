@@ -25,7 +25,6 @@ from dpbench.core.case import MIXED, Case
 from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.core.names import parted, read_parameters
 from dpbench.core.registry import names_of, resolve
-from dpbench.launch.fork_server import postpone
 from dpbench.launch.processes import new_process
 from dpbench.launch.ranks import on_all_ranks
 from dpbench.training.base import Batch
@@ -163,7 +162,6 @@ def _other_process(case: Case, device: str, starts: bool) -> Iterator[Iterable[G
         return
     spelled: dict[str, Any] = {axis: known.argument(name) for axis, known, name in names_of(case)}
     with new_process() as pool:
-        pool.submit(postpone, "opacus")  # before the modules of trainers are imported
         taken = pool.submit(_take_noisy_steps, replace(case, **spelled), device)
 
         def steps() -> Iterator[Gradients]:
