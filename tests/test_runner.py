@@ -7,7 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 
@@ -15,13 +15,10 @@ from dpbench import Case
 from dpbench.core.errors import CaseFailed
 from dpbench.core.files import locked
 from dpbench.instruments.interface import Instrument
-from dpbench.instruments.logical.logical import Logical
 from dpbench.launch.case_process import PendingMeasurement
-from dpbench.launch.processes import ProcessGroup
 from dpbench.results.kernels import OperatorCount
 from dpbench.results.outcome import Outcome
-from dpbench.runner import measure, measure_at_once
-from tests.launch import misbehaving
+from dpbench.runner import measure
 
 CASE = Case("standard", batch_size=4, seq_len=64, model_size="tiny")
 
@@ -135,39 +132,3 @@ def test_a_case_is_measured_where_the_file_system_has_no_locks(
 def test_directory_that_cannot_be_made_fails_the_case(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert measure(CASE, [Writing(tmp_path / "file")]).error == "NotADirectoryError"
-
-
-def case_of(trainer: type, batch_size: int = 4) -> Case:
-    return Case(f"{trainer.__module__}:{trainer.__name__}", batch_size, 16, "200x32x1x2")
-
-
-def test_cases_are_counted_at_once_and_their_outcomes_are_in_order() -> None:
-    right = [case_of(misbehaving.Idle, size) for size in (1, 2)]
-    cases = [right[0], case_of(misbehaving.Exits), right[1]]
-    outcomes = [*measure_at_once(cases, [Logical()], number=2)]
-    assert [outcome.case.batch_size for outcome in outcomes] == [1, 4, 2]
-    assert [outcome.error for outcome in outcomes] == [None, "CaseFailed", None]
-    for outcome in (outcomes[0], outcomes[2]):
-        assert outcome.rows == Logical().count(outcome.case).rows  # type: ignore[arg-type]
-
-
-def test_what_takes_too_long_is_ended() -> None:
-    [hanging] = measure_at_once([case_of(misbehaving.Hangs)], [Logical(timeout=8)], number=2)
-    assert hanging.error == "CaseTimedOut"
-
-
-def test_closing_ends_those_that_are_still_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[ProcessGroup] = []
-    begin = ProcessGroup.__init__
-
-    def keep(group: ProcessGroup, *arguments: Any, **options: Any) -> None:
-        started.append(group)
-        begin(group, *arguments, **options)
-
-    monkeypatch.setattr(ProcessGroup, "__init__", keep)
-    cases = map(case_of, (misbehaving.Idle, misbehaving.Hangs))
-    outcomes = measure_at_once(cases, [Logical()], number=2)
-    assert next(outcomes).error is None
-    assert started[1].poll() is None
-    outcomes.close()
-    assert all(group.poll() is not None for group in started)

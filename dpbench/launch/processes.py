@@ -7,13 +7,12 @@ import re
 import signal
 import subprocess
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from functools import cache
 from multiprocessing import get_context
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from dpbench.child.messages import POLL_SECONDS, STACK_SIGNAL
 from dpbench.child.program import add_to
@@ -81,44 +80,6 @@ def new_process() -> Iterator[ProcessPoolExecutor]:
 def _begin(guard: str) -> None:
     add_to(guard)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # on Ctrl-C the process prints no traceback
-
-
-def cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
-class Started(Protocol):
-    """A task that may run in another process."""
-
-    @property
-    def runs(self) -> bool:
-        """True while the task runs."""
-
-    def cancel(self) -> None:
-        """End the task."""
-
-
-Some = TypeVar("Some", bound=Started)
-
-
-def at_once(starts: Iterable[Callable[[], Some]], number: int) -> Generator[Some]:
-    """Run up to ``number`` tasks at once, and yield each task in order when it has ended.
-
-    If the generator is closed or fails, `cancel` ends the tasks that were started but not yielded.
-    """
-    waiting, started = deque(starts), deque[Some]()
-    try:
-        while waiting or started:
-            while waiting and sum(each.runs for each in started) < number:
-                started.append(waiting.popleft()())
-            if started[0].runs:
-                time.sleep(POLL_SECONDS)
-            else:
-                yield started.popleft()
-    finally:
-        for each in started:
-            each.cancel()
 
 
 class ProcessGroup:
