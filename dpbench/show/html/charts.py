@@ -316,25 +316,3 @@ def _icicle(boxes: Mapping[tuple[str, ...], int]) -> Json:
         "uniformtext": {"minsize": 10, "mode": "hide"},
     }
     return {"data": [trace], "layout": layout}
-
-
-# --- ranks -----------------------------------------------------------------------------------
-
-
-def sent(data: PageData) -> Chart | None:
-    """Draw the bytes that a rank sends to other ranks, by trainer, stacked by phase."""
-    rows = data.summary[data.summary.metric == "collective_bytes"]
-    wide = pivot(rows[rows.gpus > 1], "phase")
-    shown = [name for name in ALL_PHASES if name in wide and wide[name].any()]
-    if not shown:
-        return None
-    return bar_chart(
-        "sent",
-        "Bytes that a rank sends, by trainer and phase",
-        "counted from the sizes of tensors, as if collectives used a ring; not measured",
-        wide.assign(end=wide[STEP], label=[f" {gigabytes(size)}" for size in wide[STEP]]),
-        {name: PHASE_COLOURS[name] for name in shown},
-        "GB that a rank sends in a step (counted)",
-        columns={f"{STEP}, GB": (STEP, gigabytes)},
-        stacked=True,
-    )

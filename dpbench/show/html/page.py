@@ -29,7 +29,6 @@ from dpbench.show.html.charts import (
     bytes_by_phase,
     flames,
     ratios,
-    sent,
     step_times,
     time,
 )
@@ -101,7 +100,7 @@ def _template() -> Template:
 
 def draw(data: PageData) -> list[Chart]:
     """Draw all charts of the page, in order."""
-    functions = (ratios, bytes_by_phase, step_times, time, flames, sent)
+    functions = (ratios, bytes_by_phase, step_times, time, flames)
     return [chart for function in functions if (chart := function(data))]
 
 
