@@ -83,11 +83,8 @@ PRODUCTS = ("fp32", "tf32", "bf16")
 """``fp32``: float32 tensors and IEEE float32 matrix products. ``tf32``: float32 tensors and TF32
 matrix products. ``bf16``: parameters, activations and gradients are bfloat16."""
 
-MIXED = ("bf16-amp", "fp16-amp")
-"""Mixed precisions: parameters are float32, and ``torch.autocast`` chooses the dtype of each
-operator. ``fp16-amp`` also scales losses with a ``GradScaler``."""
-
-PRECISIONS = (*PRODUCTS, *MIXED)
+PRECISIONS = (*PRODUCTS, "bf16-amp")
+"""``bf16-amp``: parameters are float32, and ``torch.autocast`` chooses an operator's dtype."""
 
 OFF_OR_ON = ("off", "on")
 

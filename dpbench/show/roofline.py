@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import pandas as pd
 
-from dpbench.core.case import BASELINE_TRAINER, PRODUCTS
+from dpbench.core.case import BASELINE_TRAINER
 from dpbench.results.roofline import LAUNCH_BOUND, PARTS, Roofs, additional
 from dpbench.results.rows import STEP
 from dpbench.show.layout import Shown, Table, gigabytes, step_milliseconds
@@ -166,11 +166,8 @@ def lacking(rows: pd.DataFrame) -> Iterator[str]:
     ):
         if missing.any():
             yield f"No {what} for {_names(steps[missing].trainer)}: --instrument {by}."
-    for precision in dict.fromkeys(steps[no_ceiling].precision):
-        if precision in PRODUCTS or precision.endswith("-amp"):
-            yield f"No ceiling of arithmetic at {precision}: name a FILE that has it, --time FILE."
-        else:
-            yield "No ceiling of arithmetic, because the precision of a script is unknown."
+    if no_ceiling.any():
+        yield "No ceiling of arithmetic, because the precision of a script is unknown."
     busy_seconds = rows.seconds - rows.idle_seconds.fillna(0.0)
     longest = rows[["arithmetic_seconds", "bytes_seconds", "least_seconds"]].max(axis="columns")
     if len(beyond := rows[(longest > busy_seconds) & (rows.phase != STEP)]):

@@ -60,7 +60,7 @@ def test_without_a_gpu_no_time_is_measured(tmp_path: Path) -> None:
         ("bf16", "bfloat16", "aten.mm", "bf16"),
         ("bf16-amp", "bfloat16", "aten.mm", "bf16"),
         ("bf16-amp", "float32", "aten.mm", "fp32"),
-        ("fp16-amp", "float16", "aten.mm", "fp16-amp"),
+        ("fp32", "float16", "aten.mm", "bf16"),
         ("fp32", "float64", "aten.mm", "fp32"),
     ],
 )
