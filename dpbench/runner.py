@@ -64,8 +64,7 @@ def measure(case: Subject, instruments: Sequence[Instrument]) -> Outcome:
     process can import modules while another process measures.
     """
     start = time.monotonic()
-    names = tuple(instrument.name for instrument in instruments)
-    outcome = Outcome(case, (), instruments=names)
+    outcome = Outcome(case, (), instruments=tuple(each.name for each in instruments))
     running: list[PendingMeasurement] = []
     refused: list[str] = []
     try:

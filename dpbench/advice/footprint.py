@@ -214,9 +214,8 @@ def steps_of(case: Case) -> Iterator[Case]:
 def equal_layers(case: Case) -> int:
     """Return the number of a transformer's layers if they are known to be equal; otherwise 0."""
     by_number = re.search(r"\d", case.trainable) and not lora_rank(case.trainable)
-    if by_number or case.gpus > 1 or not is_builtin(case) or case.workload != TRANSFORMER:
-        return 0
-    return case.size.layers if case.model == "simple" else 0
+    known = is_builtin(case) and case.workload == TRANSFORMER and case.model == "simple"
+    return case.size.layers if known and case.gpus == 1 and not by_number else 0
 
 
 def with_layers(case: Case, number: int) -> Case:
@@ -266,15 +265,12 @@ def footprints(
             if process.runs:
                 time.sleep(POLL_SECONDS)
                 continue
-            yield case, _read(case, process)
+            outcome = process.outcome()
+            if outcome.error:
+                yield case, error_named(outcome.error)(outcome.message)
+            else:
+                yield case, Footprint(case, [Count(**c) for c in outcome.details["counts"]])
             started.popleft()[1].cancel()
     finally:
         for _, process in started:
             process.cancel()
-
-
-def _read(case: Case, process: CaseProcess) -> Footprint | DpbenchError:
-    outcome = process.outcome()
-    if outcome.error:
-        return error_named(outcome.error)(outcome.message)
-    return Footprint(case, [Count(**each) for each in outcome.details["counts"]])

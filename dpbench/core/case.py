@@ -79,12 +79,10 @@ def lora_rank(trainable: str) -> int | None:
     return positive("rank", int(rank))
 
 
-PRODUCTS = ("fp32", "tf32", "bf16")
+PRECISIONS = ("fp32", "tf32", "bf16", "bf16-amp")
 """``fp32``: float32 tensors and IEEE float32 matrix products. ``tf32``: float32 tensors and TF32
-matrix products. ``bf16``: parameters, activations and gradients are bfloat16."""
-
-PRECISIONS = (*PRODUCTS, "bf16-amp")
-"""``bf16-amp``: parameters are float32, and ``torch.autocast`` chooses an operator's dtype."""
+matrix products. ``bf16``: parameters, activations and gradients are bfloat16. ``bf16-amp``:
+parameters are float32, and ``torch.autocast`` chooses the dtype of each operator."""
 
 OFF_OR_ON = ("off", "on")
 

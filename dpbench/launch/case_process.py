@@ -166,7 +166,7 @@ class CaseProcess(PendingMeasurement):
     @property
     def runs(self) -> bool:
         """True if the process runs, and started at most ``timeout`` seconds ago."""
-        return self.group.poll() is None and time.monotonic() - self._start <= self.timeout
+        return self.group.process.poll() is None and time.monotonic() - self._start <= self.timeout
 
     def _wait(self) -> None:
         """Wait until the process has ended. Raise an error if the process takes too long.
@@ -175,7 +175,7 @@ class CaseProcess(PendingMeasurement):
         GPU, and to the measurement.
         """
         since, number_read, last = self._start, 0, dict[str, Any]()
-        while self.group.poll() is None:
+        while self.group.process.poll() is None:
             records = read_records(self.records)
             if len(records) > number_read and MEASURING not in last:
                 since, number_read, last = time.monotonic(), len(records), records[-1]

@@ -96,10 +96,6 @@ class ProcessGroup:
             self._guard.fire()
             raise
 
-    def poll(self) -> int | None:
-        """Return the exit code, negative after a signal, or None while the program runs."""
-        return self.process.poll()
-
     def request_stacks(self) -> None:
         """Ask the ranks to write their stacks, and give them `STACKS_SECONDS` to do so."""
         self._signal(signal.Signals[STACK_SIGNAL])
@@ -129,7 +125,7 @@ class ProcessGroup:
 
         Return True if the group still has processes.
         """
-        self.poll()  # poll reaps the leader, which otherwise counts as alive
+        self.process.poll()  # poll reaps the leader, which otherwise counts as alive
         try:
             os.killpg(self.process.pid, number)
         except (ProcessLookupError, PermissionError):

@@ -27,7 +27,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.core.case import AXES, BASELINE_TRAINER, PRODUCTS
+from dpbench.core.case import AXES, BASELINE_TRAINER, PRECISIONS
 from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.core.metrics import METRICS
 from dpbench.results.rows import OF_CASE, PLACE, STEP
@@ -54,8 +54,7 @@ class Roofs:
         The precision ``bf16-amp`` (autocast) gets the FLOP/s of bf16.
         """
         names = tuple(devices)
-        known = {name: float(flops[name]) for name in PRODUCTS}
-        known["bf16-amp"] = known["bf16"]
+        known = {name: float(flops[name.removesuffix("-amp")]) for name in PRECISIONS}
         return cls(names[0], names, float(bandwidth), known, source)
 
     def ridge(self, precision: str) -> float:

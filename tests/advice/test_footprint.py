@@ -167,6 +167,6 @@ def test_closing_ends_those_that_are_still_counted(monkeypatch: pytest.MonkeyPat
     cases = Case("standard", 4, 16, "200x32x1x2"), Case(hangs, 4, 16, "200x32x1x2")
     found = footprints(cases)
     assert next(found)[0] is cases[0]
-    assert started[1].poll() is None
+    assert started[1].process.poll() is None
     found.close()
-    assert all(group.poll() is not None for group in started)
+    assert all(group.process.poll() is not None for group in started)
