@@ -27,7 +27,6 @@ DTYPES = {
     "fp32": torch.float32,
     "tf32": torch.float32,
     "bf16": torch.bfloat16,
-    "fp16": torch.float16,  # for cases at fp16-amp
 }
 """Dtypes of the multiplied matrices, by the name of the precision."""
 

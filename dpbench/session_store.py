@@ -18,7 +18,7 @@ import msgspec
 
 from dpbench.core.files import locked, write_text
 from dpbench.core.subject import Asked, Subject
-from dpbench.results.limits import Judgement, Unjudged
+from dpbench.results.limits import Judgement
 from dpbench.results.outcome import Outcome, merge_duplicates
 
 Parsed = TypeVar("Parsed")
@@ -56,16 +56,6 @@ class Request:
     def asked(self) -> list[tuple[Subject, str]]:
         """Pairs of the case and each instrument; empty if the case is not known."""
         return [(self.case, name) for name in self.instruments] if self.case else []
-
-    def as_json(self) -> dict[str, Any]:
-        """Return plain JSON types, for `from_json`."""
-        plain: dict[str, Any] = msgspec.to_builtins(self)
-        return plain
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Request:
-        """Return the request that `as_json` described."""
-        return msgspec.convert(data, cls)
 
     def as_outcome(self) -> Outcome:
         """Return an outcome with the test and its ``extra_info``, but without measured rows."""
@@ -136,13 +126,12 @@ class SessionStore:
 
     def ask(self, requests: Iterable[Request]) -> None:
         """Share requests of tests with all processes."""
-        self._tell(REQUESTS, {"requests": [each.as_json() for each in requests]})
+        self._tell(REQUESTS, {"requests": msgspec.to_builtins([*requests])})
 
     def tell_judged(self, limits: Limits, asked: Asked, judgement: Judgement) -> None:
         """Share with all processes what limits say of subjects."""
         keys = [repr((limits, *key)) for key in asked]
-        unjudged = [vars(each) for each in judgement.unjudged]
-        self._tell(JUDGED, {"keys": keys, **vars(judgement), "unjudged": unjudged})
+        self._tell(JUDGED, {"keys": keys, **msgspec.to_builtins(judgement)})
 
     def _tell(self, ending: str, data: dict[str, Any]) -> None:
         self.take({f"{time.monotonic_ns():020}-{os.getpid()}{ending}": data})
@@ -185,7 +174,7 @@ class SessionStore:
         """Requests of tests and hooks, the earliest first."""
 
         def read(payload: Mapping[str, Any]) -> list[Request]:
-            return [*map(Request.from_json, payload["requests"])]
+            return msgspec.convert(payload["requests"], list[Request])
 
         names = self._names(REQUESTS)
         return [request for name in names for request in self._load(name, read)]
@@ -193,14 +182,8 @@ class SessionStore:
     @property
     def judgements(self) -> list[Judgement]:
         """What limits say, as far as they were judged, the earliest first."""
-        if not (names := self._names(JUDGED)):
-            return []
-
-        def read(data: Mapping[str, Any]) -> Judgement:
-            unjudged = [Unjudged(**each) for each in data["unjudged"]]
-            return Judgement(data["judged"], data["regressions"], unjudged)
-
-        return [read(self._load(name, dict)) for name in names]
+        told = (self._load(name, dict) for name in self._names(JUDGED))
+        return [msgspec.convert(each, Judgement) for each in told]
 
     def never_judged(self, limits: Limits, asked: Asked) -> list[tuple[Subject, str]]:
         """Return the subjects for which no process has told what these limits say."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.advice.footprint import Footprint, footprints, largest_batch, needed, of_rank
+from dpbench.advice.footprint import Footprint, footprints, largest_batch, needed
 from dpbench.advice.predict import OPERATOR_SECONDS, predict
 from dpbench.core.case import BASELINE_TRAINER, Case
 from dpbench.core.errors import ConfigurationError
@@ -43,9 +42,8 @@ class Advice:
             ``peak_memory_bytes``, ``roofline_seconds`` (minimum time for bytes and arithmetic),
             ``launch_seconds`` (CPU time) and ``predicted_seconds`` are numbers of one step.
             ``bytes_ratio``, ``flops_ratio``, … are ratios to the standard step.
-            ``above_floor_bytes`` are the bytes beyond the minimum that a step with flat clipping
-            moves; they are NaN for the standard step. ``largest_batch`` is the largest batch that
-            fits the memory, and ``fits`` is True if the case's batch fits the memory.
+            ``largest_batch`` is the largest batch that fits the memory, and ``fits`` is True if the
+            case's batch fits the memory.
         refused: for each method with which this case cannot be trained or counted, the reason.
     """
 
@@ -85,24 +83,18 @@ def advise(
     names = dict.fromkeys((BASELINE_TRAINER, *(trainers or TRAINERS)))
     cases = [resolve(case.with_trainer(name)) for name in names]
     locate(cases)
-    rank = of_rank(cases[0])
-    counted: dict[Case, Footprint] = {}
+    counted: list[Footprint] = []
     refused: dict[str, str] = {}
-    for each, found in footprints(dict.fromkeys([*cases, rank]), memory):
+    for each, found in footprints(dict.fromkeys(cases), memory):
         progress(each.trainer)
         if isinstance(found, Footprint):
-            counted[each] = found
+            counted.append(found)
         elif each.trainer == BASELINE_TRAINER:
             raise found
         else:
             refused[each.trainer] = str(found).removeprefix(f"{each.id}: ")
-    moved = counted[rank].totals(lambda phase, operator, read, written, *_: {"": read + written})
-    floor = moved[""] + counted[rank].first.norms
-    rows = [
-        _row(counted[each], reachable(card), memory, floor, operator_seconds)
-        for each in cases
-        if each in counted
-    ]
+    reached = reachable(card)
+    rows = [_row(each, reached, memory, operator_seconds) for each in counted]
     frame = _over_standard(pd.DataFrame(rows))
     trainer, reason = _choice(frame, case.batch_size, memory)
     if len(frame) == 1 or frame[frame.trainer == trainer].predicted_ratio.gt(SLOW).any():
@@ -111,7 +103,7 @@ def advise(
 
 
 def _row(
-    footprint: Footprint, card: Roofs, memory: float, floor: float, operator_seconds: float
+    footprint: Footprint, card: Roofs, memory: float, operator_seconds: float
 ) -> dict[str, Any]:
     size = footprint.case.batch_size
     totals = footprint.totals(
@@ -122,16 +114,14 @@ def _row(
         }
     )
     seconds = predict(footprint, card, operator_seconds)
-    is_standard = footprint.case.trainer == BASELINE_TRAINER
     return {
         "trainer": footprint.case.trainer,
         **totals,
-        "peak_memory_bytes": footprint.peak(size)[0],
+        "peak_memory_bytes": footprint.peak(size),
         "roofline_seconds": seconds.roofline,
         "launch_seconds": seconds.launches,
         "predicted_seconds": seconds.predicted,
         "largest_batch": largest_batch(footprint, memory),
-        "above_floor_bytes": math.nan if is_standard else totals["logical_bytes"] - floor,
         "fits": needed(footprint, size) <= memory,
     }
 

@@ -8,23 +8,23 @@ counted with two small numbers of layers, and all numbers are assumed to be line
 from __future__ import annotations
 
 import faulthandler
+import os
 import re
+import time
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeVar
 
+from dpbench.child.messages import POLL_SECONDS
 from dpbench.child.task import Task
-from dpbench.core.case import BASELINE_TRAINER, TRANSFORMER, Case, lora_rank
+from dpbench.core.case import TRANSFORMER, Case, lora_rank
 from dpbench.core.errors import DpbenchError, error_named
 from dpbench.core.registry import is_builtin
-from dpbench.instruments.logical.case_count import counted, untouched_torch
+from dpbench.instruments.logical.case_count import counted
 from dpbench.instruments.logical.logical import Logical
 from dpbench.launch.case_process import CaseProcess
-from dpbench.launch.processes import at_once, cores
 from dpbench.results.outcome import Outcome
 
 Key = TypeVar("Key", bound=Hashable)
@@ -54,8 +54,6 @@ class Count:
         live: for each operator in a phase: phase, operator, and the live bytes after the call with
             the most live bytes. Entries with an empty operator have the peak memory of a phase.
         largest: the bytes of the largest tensor.
-        norms: for the standard trainer, the minimum bytes that private training would read to
-            compute the norms of this batch's gradients; 0 for other trainers.
         in_graphs: True if steps run as CUDA graphs, see `TrainerBase`.
     """
 
@@ -63,7 +61,6 @@ class Count:
     calls: Sequence[Sequence[Any]]
     live: Sequence[Sequence[Any]]
     largest: int
-    norms: int
     in_graphs: bool
 
 
@@ -92,14 +89,13 @@ class Footprint:
                 total[key] += times * value
         return total
 
-    def peak(self, batch_size: int) -> tuple[float, str]:
-        """Return the peak memory in bytes at a batch size, and the phase of the peak."""
+    def peak(self, batch_size: int) -> float:
+        """Return the peak memory in bytes at a batch size."""
         live = self._on_line(
             batch_size,
             lambda count: {(phase, operator): size for phase, operator, size in count.live},
         )
-        place = max(live, key=lambda place: live[place])
-        return live[place], place[0]
+        return max(live.values())
 
     def largest_tensor(self, batch_size: int) -> float:
         """Return the bytes of the largest tensor of a step at a batch size."""
@@ -123,7 +119,7 @@ class Footprint:
 
 def needed(footprint: Footprint, batch_size: int) -> float:
     """Return the bytes of GPU memory that a step with this batch size needs."""
-    peak, _ = footprint.peak(batch_size)
+    peak = footprint.peak(batch_size)
     return peak + max(FRAGMENTATION * peak, footprint.largest_tensor(batch_size)) + RESERVED
 
 
@@ -198,7 +194,6 @@ class Counts(Logical):
             [(*what, times, *cost) for (*what, cost), times in alike.items()],
             ends if few else [*live, *peaks],
             counter.memory.largest,
-            norm_reads(case) if case.trainer == BASELINE_TRAINER else 0,
             in_graphs,
         )
 
@@ -217,26 +212,14 @@ def steps_of(case: Case) -> Iterator[Case]:
 
 
 def equal_layers(case: Case) -> int:
-    """Return the number of a model's layers if they are known to be equal; otherwise 0."""
-    # Only the processes that count import torch.
-    from dpbench.child.build import workload_of
-
+    """Return the number of a transformer's layers if they are known to be equal; otherwise 0."""
     by_number = re.search(r"\d", case.trainable) and not lora_rank(case.trainable)
-    if by_number or case.gpus > 1 or not is_builtin(case):
-        return 0
-    if case.workload == TRANSFORMER:
-        return case.size.layers if case.model == "simple" else 0
-    config = getattr(workload_of(case), "config", None)
-    kinds = {*(getattr(config, "layer_types", None) or ())}
-    lists = [n for n, each in vars(config or case).items() if isinstance(each, list) and each]
-    alike = len(kinds) < 2 and {*lists} <= {"layer_types", "architectures"}
-    return getattr(config, "num_hidden_layers", 0) if alike else 0
+    known = is_builtin(case) and case.workload == TRANSFORMER and case.model == "simple"
+    return case.size.layers if known and case.gpus == 1 and not by_number else 0
 
 
 def with_layers(case: Case, number: int) -> Case:
     """Return the same case with another number of layers."""
-    if case.workload != TRANSFORMER:
-        return replace(case, set={**case.parameters, "num_hidden_layers": number})
     size = case.size
     return replace(case, model_size=f"{size.vocabulary}x{size.hidden}x{number}x{size.heads}")
 
@@ -256,13 +239,11 @@ def extrapolated(low: Count, high: Count, share: float) -> Count:
     both = low, high
     calls = on_line(*({(p, name, *cost): n for p, name, n, *cost in c.calls} for c in both))
     live = on_line(*({(p, name): size for p, name, size in c.live} for c in both))
-    sizes = on_line(*({"norms": c.norms, "largest": c.largest} for c in both))
     return Count(
         low.batch_size,
         [(*what[:2], times, *what[2:]) for what, times in calls.items()],
         [(*what, size) for what, size in live.items()],
-        round(sizes["largest"]),
-        round(sizes["norms"]),
+        round(low.largest + share * (high.largest - low.largest)),
         high.in_graphs,
     )
 
@@ -274,58 +255,22 @@ def footprints(
 
     As many cases as there are CPU cores are counted at once. ``memory`` is that of `Counts`.
     """
-    cases = [*cases]
-    starts = (partial(Counts(memory=memory).start, case) for case in cases)
-    with closing(at_once(starts, cores())) as ended:
-        for case, process in zip(cases, ended, strict=True):
-            try:
-                yield case, _read(case, process)
-            finally:
-                process.cancel()
-
-
-def _read(case: Case, process: CaseProcess) -> Footprint | DpbenchError:
-    outcome = process.outcome()
-    if outcome.error:
-        return error_named(outcome.error)(outcome.message)
-    return Footprint(case, [Count(**each) for each in outcome.details["counts"]])
-
-
-def of_rank(case: Case) -> Case:
-    """Return a case of the standard trainer that trains the batch of one rank in one part."""
-    case = replace(case.baseline, micro_batches=1)
-    return replace(case, batch_size=case.batch_size // case.gpus, parallel="none", gpus=1)
-
-
-def norm_reads(case: Case) -> int:
-    """Return the minimum bytes that one rank reads to compute the norms of its examples' gradients.
-
-    Clipping can begin only when all norms are known, so the clipping reads these bytes again. To
-    compute norms for a module, a step reads the module's inputs and output gradients, or its
-    per-sample gradients if they are smaller. Output gradients have the size of the outputs, which
-    this function counts. Micro-batches are ignored.
-    """
-    # Only the processes that count import torch.
-    import torch
-    from torch.utils import _pytree as pytree
-
-    from dpbench.child.build import build
-    from dpbench.instruments.logical.counter import without_data
-
-    case = replace(of_rank(case), activation_checkpointing="off")
-    passing: Counter[torch.nn.Module] = Counter()
-
-    def add(module: torch.nn.Module, given: object, out: object) -> None:
-        leaves = pytree.tree_leaves((given, out))
-        passing[module] += sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
-
-    def gradients(module: torch.nn.Module) -> int:
-        own = module.parameters(recurse=False)
-        return case.batch_size * sum(each.nbytes for each in own if each.requires_grad)
-
-    with untouched_torch(), without_data():
-        trainer, (batch,) = build(case, torch.device("cpu"), 1)
-        for module in filter(gradients, trainer.model.modules()):
-            module.register_forward_hook(add)
-        trainer.train_step(batch)
-        return sum(min(size, gradients(module)) for module, size in passing.items())
+    waiting, started = deque(cases), deque[tuple[Case, CaseProcess]]()
+    try:
+        while waiting or started:
+            while waiting and sum(each.runs for _, each in started) < len(os.sched_getaffinity(0)):
+                case = waiting.popleft()
+                started.append((case, Counts(memory=memory).start(case)))
+            case, process = started[0]
+            if process.runs:
+                time.sleep(POLL_SECONDS)
+                continue
+            outcome = process.outcome()
+            if outcome.error:
+                yield case, error_named(outcome.error)(outcome.message)
+            else:
+                yield case, Footprint(case, [Count(**c) for c in outcome.details["counts"]])
+            started.popleft()[1].cancel()
+    finally:
+        for _, process in started:
+            process.cancel()

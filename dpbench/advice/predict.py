@@ -45,7 +45,7 @@ DRAWN_OPERATIONS = 69
 product. In `h200-banded-256`, the trainer ``fused`` draws 1.34e9 more numbers for each
 further band of its noise, which takes 1.8 ms."""
 
-TYPES = {"bfloat16": "bf16", "float16": "fp16-amp"}
+TYPES = {"bfloat16": "bf16", "float16": "bf16"}
 """For each type of operand, the precision of matrix products. `_of_float32` decides for other
 types."""
 

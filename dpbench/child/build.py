@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpbench.core import gpu
-from dpbench.core.case import MIXED, TRANSFORMER, Case
+from dpbench.core.case import TRANSFORMER, Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.names import accepts, parted
 from dpbench.core.registry import OPTIMIZERS, TRAINERS, WORKLOADS, called, check_class
@@ -250,8 +250,8 @@ def _non_default_options(case: Case, workload: Workload) -> dict[str, Any]:
     if case.compile == "on":
         torch.compiler.reset()  # Dynamo compiles a function at most 8 times, then never again
         options["compile"] = True
-    if case.precision in MIXED:
-        options["autocast"] = torch.bfloat16 if case.precision == "bf16-amp" else torch.float16
+    if case.precision == "bf16-amp":
+        options["autocast"] = torch.bfloat16
     return options
 
 

@@ -1,7 +1,6 @@
 """Builds a case in the measured process, warms up, and runs the observed steps.
 
-The measured process runs the command ``dpbench step`` (`dpbench.commands.step`), as a new process
-or as a fork (`dpbench.launch.fork_server`).
+The measured process runs the command ``dpbench step`` (`dpbench.commands.step`).
 """
 
 from __future__ import annotations
@@ -141,25 +140,22 @@ def _active_steps(
     """Take all steps, and return the trainer's labels, and details of the trained model."""
     trainer, batches = build(case, device, steps.warmup + steps.active, sampled=steps.active)
     active = batches[steps.warmup :]
-    sizes = [examples_in(batch) for batch in active]
     spent.switch("warmup")
     warmup = batches[: steps.warmup]
     if case.sampling != "fixed":
-        recorder.sizes = sizes
+        recorder.sizes = [examples_in(batch) for batch in active]
         warmup += active  # the first step with each batch size compiles and allocates
     for batch in warmup:
         with observed_step(recorder if recorder.hears_warmup else None):
             trainer.train_step(batch)
     if device.type == "cuda":
         torch.cuda.synchronize()
-    scaler_before = trainer.scaler.state_dict()
     compiled = _compilations()
     spent.switch("active")
     with closing(recorder):
         for batch in active:
             with observed_step(recorder):
                 loss = trainer.train_step(batch)
-        check_stepped(trainer.scaler, scaler_before, sum(size > 0 for size in sizes))
         if _compilations() > compiled:
             raise ConfigurationError(
                 "torch.compile compiled a function during a counted step: use more warm-up steps"
@@ -208,29 +204,6 @@ def held_by_graphs(segments: Iterable[Mapping[str, Any]], device: int) -> int:
         for segment in segments
         if segment["device"] == device and tuple(segment["segment_pool_id"]) != (0, 0)
     )
-
-
-def check_stepped(scaler: torch.amp.GradScaler, before: Mapping[str, Any], active: int) -> None:
-    """Raise if a GradScaler skipped an active step, because a skipped step moves fewer bytes.
-
-    The scaler's growth tracker counts the steps since the last skipped step or the last growth of
-    the scale.
-
-    Args:
-        scaler: the scaler after the active steps.
-        before: the scaler's ``state_dict()`` before the active steps.
-        active: number of active steps whose batch is not empty.
-    """
-    if not scaler.is_enabled():
-        return
-    grown, steps = divmod(before["_growth_tracker"] + active, scaler.get_growth_interval())
-    scale = before["scale"] * scaler.get_growth_factor() ** grown
-    after = scaler.state_dict()
-    if after["_growth_tracker"] != steps or not math.isclose(after["scale"], scale, rel_tol=1e-3):
-        raise ConfigurationError(
-            "the GradScaler skipped a counted step because gradients overflowed: use more warm-up "
-            "steps, in which the GradScaler lowers its scale"
-        )
 
 
 @contextmanager

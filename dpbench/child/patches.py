@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, reduce, wraps
 from importlib.abc import MetaPathFinder
@@ -23,6 +23,7 @@ from typing import Any
 
 from dpbench.child.step_finder import StepFinder
 from dpbench.core.case import OUTSIDE
+from dpbench.core.errors import subclasses
 from dpbench.results.kernels import ELSEWHERE
 
 FUNCTIONS: dict[str, dict[str, str]] = {
@@ -286,7 +287,7 @@ class _Watching:
         seen: set[type] = set()
 
         def watch_all() -> None:
-            for cls in {module.DPOptimizer, *_derived(module.DPOptimizer)} - seen:
+            for cls in {*subclasses(module.DPOptimizer)} - seen:
                 seen.add(cls)
                 for name, phase in OPACUS.items():
                     if name in vars(cls):
@@ -348,12 +349,6 @@ def is_compiling() -> Callable[[], bool]:
 def in_transform() -> bool:
     """Return True inside a transform of ``torch.func``, such as ``grad`` or ``vmap``."""
     return sys.modules["torch"]._C._functorch.maybe_current_level() is not None
-
-
-def _derived(cls: type[Any]) -> Iterator[type[Any]]:
-    for derived in cls.__subclasses__():
-        yield derived
-        yield from _derived(derived)
 
 
 class _AfterImport(MetaPathFinder):

@@ -16,7 +16,6 @@ from pathlib import Path
 from dpbench import __version__
 from dpbench.core.errors import DpbenchError
 from dpbench.core.files import printable
-from dpbench.launch.fork_server import fork_server
 
 COMMANDS = (
     "doctor",
@@ -88,9 +87,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse_arguments(written: Sequence[str]) -> argparse.Namespace:
-    without_server = {"-h", "--help", HELP_ALL, "--cluster"}
-    if {*written[:1]} & {"run", "advise"} and not {*written} & without_server:
-        fork_server()  # the server imports torch while this process imports pandas
     # Words after -- are a command of the user.
     end = written.index("--") if "--" in written and written[0] == "bisect" else len(written)
     options = build_parser("".join(written[:1]), written).parse_args(written[:end])

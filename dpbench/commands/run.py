@@ -46,8 +46,7 @@ from dpbench.core.grid import METHODS
 from dpbench.core.settings import OPTIONS, Settings, declare
 from dpbench.instruments import ON_GPU, choose, declare_built_in
 from dpbench.instruments.counters import CounterOptions
-from dpbench.launch.processes import cores
-from dpbench.runner import check_named, measure_at_once
+from dpbench.runner import check_named
 from dpbench.session import Session
 from dpbench.show.comparison import grown_text
 from dpbench.show.layout import as_text, terminal_width
@@ -116,22 +115,10 @@ def measure_grid(settings: Settings) -> int:
 
 
 def _measure(session: Session, cases: Sequence[Case]) -> None:
-    """Measure the cases in order, and print the errors of cases that fail.
-
-    If no instrument needs hardware, several cases are counted at once, up to the number of cores.
-    """
-    known = {outcome.case for outcome in session.store.outcomes()}
-    at_once = not any(i.hardware for i in session.instruments) and cores() > 1
-    ahead = [case for case in cases if case not in known] if at_once else []
-    with (
-        closing(measure_at_once(ahead, session.instruments, cores())) as outcomes,
-        tqdm(cases, unit="case", disable=None, file=sys.stderr) as progress,
-    ):
+    """Measure the cases in order, and print the errors of cases that fail."""
+    with tqdm(cases, unit="case", disable=None, file=sys.stderr) as progress:
         for case in progress:
             progress.set_description(case.id)
-            if case in ahead:
-                session.store.add([next(outcomes)])
-                session.write()
             outcome = session.measure(case)
             if outcome.error:
                 progress.write(outcome.message, file=sys.stderr)

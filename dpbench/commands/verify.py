@@ -47,7 +47,6 @@ from dpbench.core.registry import locate
 from dpbench.core.subject import Subject
 from dpbench.instruments.interface import Instrument
 from dpbench.launch.case_process import PendingMeasurement
-from dpbench.launch.fork_server import postpone
 from dpbench.show.layout import Table
 from dpbench.verify.check_result import NOTE, Check
 from dpbench.verify.recorder import CheckingRecorder
@@ -64,7 +63,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the checks. Return 1 if a check failed or could not be made."""
-    postpone("opacus")
     case = chosen_case(options, **SMALL)
     locate([case])
     checks = run_checks(case, options.device, processes=True)
@@ -74,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
 
 def run_checks(case: Case, device: str, *, processes: bool = False) -> list[Check]:
     """Run the checks. Convert unexpected errors to a `DpbenchError` that names the trainer."""
-    # These import torch, from which Opacus was postponed.
+    # These import torch.
     from dpbench.child.build import pick_device
     from dpbench.training.refusals import CannotTrain
     from dpbench.verify.trainer_checks import verify

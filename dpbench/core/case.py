@@ -79,15 +79,10 @@ def lora_rank(trainable: str) -> int | None:
     return positive("rank", int(rank))
 
 
-PRODUCTS = ("fp32", "tf32", "bf16")
+PRECISIONS = ("fp32", "tf32", "bf16", "bf16-amp")
 """``fp32``: float32 tensors and IEEE float32 matrix products. ``tf32``: float32 tensors and TF32
-matrix products. ``bf16``: parameters, activations and gradients are bfloat16."""
-
-MIXED = ("bf16-amp", "fp16-amp")
-"""Mixed precisions: parameters are float32, and ``torch.autocast`` chooses the dtype of each
-operator. ``fp16-amp`` also scales losses with a ``GradScaler``."""
-
-PRECISIONS = (*PRODUCTS, *MIXED)
+matrix products. ``bf16``: parameters, activations and gradients are bfloat16. ``bf16-amp``:
+parameters are float32, and ``torch.autocast`` chooses the dtype of each operator."""
 
 OFF_OR_ON = ("off", "on")
 

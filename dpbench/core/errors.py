@@ -9,10 +9,12 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 LISTED = 25
 """A message about an unknown name lists all known names if there are at most this many."""
+
+T = TypeVar("T")
 
 
 class DpbenchError(Exception):
@@ -92,10 +94,16 @@ def as_instrument_error(error: Exception) -> InstrumentError:
 
 def error_named(name: str) -> type[InstrumentError]:
     """Return the class of `InstrumentError` with a name, or `CaseFailed` if none is known."""
-    kinds: list[type[InstrumentError]] = [InstrumentError]
+    named = (kind for kind in subclasses(InstrumentError) if kind.__name__ == name)
+    return next(named, CaseFailed)
+
+
+def subclasses(base: type[T]) -> list[type[T]]:
+    """Return a class, its direct subclasses, their subclasses, and so on."""
+    kinds = [base]
     for kind in kinds:  # the list grows meanwhile
-        kinds += kind.__subclasses__()
-    return next((kind for kind in kinds if kind.__name__ == name), CaseFailed)
+        kinds += type.__subclasses__(kind)
+    return kinds
 
 
 def unknown(kind: str, name: object, known: Iterable[str], hint: str = "") -> ConfigurationError:

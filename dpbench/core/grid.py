@@ -21,7 +21,7 @@ from dpbench.core.case import (
     own_axes,
 )
 from dpbench.core.errors import ConfigurationError, unknown
-from dpbench.core.names import Parameter, joined, parameter_grid, parted
+from dpbench.core.names import parameter_grid
 from dpbench.core.registry import NAMED, TRAINERS
 from dpbench.core.subject import SCRIPT
 
@@ -148,50 +148,17 @@ def _axes(table: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
         values = value if isinstance(value, list) else [value]
         if key not in AXES:
             raise unknown("key", key, (*AXES, "baseline"))
-        if key == "set":
-            values = [*_parameters("set", value)]
-        elif key in NAMED:
-            values = [name for each in values for name in _names(key, each)]
         if not values or any(type(v) is not wanted for v in values):
             raise ConfigurationError(
                 f"{key} must be {wanted.__name__} or a list of {wanted.__name__}, not {value!r}"
             )
-        axes[key] = tuple(values)
+        axes[key] = parameter_grid(values) if key == "set" else tuple(values)
     workloads = axes.get("workload", (TRANSFORMER,))
     check_belongs(axes, workloads)
     needed = ("trainer", "batch_size", *(("seq_len",) if TRANSFORMER in workloads else ()))
     if missing := [key for key in needed if key not in axes]:
         raise ConfigurationError(f"missing {', '.join(missing)}")
     return axes
-
-
-def _names(key: str, entry: object) -> list[Any]:
-    """Return every spelling that a table such as ``{name = "dpsgd", clip = […]}`` describes.
-
-    An entry that is not a table is returned unchanged.
-    """
-    if not isinstance(entry, dict):
-        return [entry]
-    if not isinstance(name := entry.get("name"), str):
-        raise ConfigurationError(
-            f'{key}: a table must have a name, as in {{name = "…"}}, not {entry!r}'
-        )
-    name, said = parted(name)
-    parameters = {other: value for other, value in entry.items() if other != "name"}
-    return [joined(name, [said, each]) for each in _parameters(key, parameters)]
-
-
-def _parameters(key: str, table: object) -> tuple[str, ...]:
-    """Return every combination of parameters in a table such as ``{image_size = [64, 224]}``."""
-    values = {
-        name: value if isinstance(value, list) else [value]
-        for name, value in (table.items() if isinstance(table, dict) else [(key, [])])
-    }
-    if not all(v and all(isinstance(each, Parameter) for each in v) for v in values.values()):
-        raise ConfigurationError(
-            f"{key} must be a table of numbers, strings or lists of these, not {table!r}"
-        )
-    return parameter_grid(f"{name}={each}" for name, value in values.items() for each in value)
 
 
 _ALL_TRAINERS = ("standard", "dpsgd", "dpsgd_ghost", "dpsgd_fgc")

@@ -37,9 +37,10 @@ from dpbench.core.errors import (
 from dpbench.core.gpu import child_environment, visible_to_case
 from dpbench.core.registry import is_builtin, names_of
 from dpbench.core.subject import Subject
-from dpbench.launch.fork_server import COMMAND, environment_of_cases
 from dpbench.launch.processes import ProcessGroup
 from dpbench.results.outcome import Outcome
+
+MODULE = ("-P", "-m", "dpbench")  # -P keeps the current directory out of sys.path
 
 LOG_LINES = 20
 """Number of lines at the end of a failed case's log that its outcome has."""
@@ -97,7 +98,7 @@ class CaseProcess(PendingMeasurement):
             log = Path(scratch, "log")
         case, task_file = task.case, log.with_suffix(".task.json")
         task.write(task_file)
-        command = [*before, sys.executable, *COMMAND[1:], "step", "--task", str(task_file)]
+        command = [*before, sys.executable, *MODULE, "step", "--task", str(task_file)]
         self.case, self.log, self.timeout, self.complete = case, log, timeout, complete
         self.records = Path(scratch, "records")
         added = child_environment() | visible_to_case(case.gpus)
@@ -106,6 +107,7 @@ class CaseProcess(PendingMeasurement):
         shell_command = shlex.join(["env", *(f"{k}={v}" for k, v in added.items()), *command])
         if self.keeps_log:
             print(f"$ {shell_command}", file=sys.stderr, flush=True)
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
         self._start = time.monotonic()
         log.unlink(missing_ok=True)  # a process of an earlier run may still write to the old log
         with log.open("x", encoding="utf-8") as stream:
@@ -115,7 +117,7 @@ class CaseProcess(PendingMeasurement):
                 command,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                env={**environment_of_cases(), **added, RECORDS: str(self.records)},
+                env={**inherited, **added, RECORDS: str(self.records)},
             )
 
     def outcome(self) -> Outcome:
@@ -162,14 +164,9 @@ class CaseProcess(PendingMeasurement):
         return Outcome.failed(self.case, kind(f"{self.case.id}: {why}"))
 
     @property
-    def exit_code(self) -> int | None:
-        """The exit code, negative if a signal ended the process. None while it runs."""
-        return self.group.poll()
-
-    @property
     def runs(self) -> bool:
         """True if the process runs, and started at most ``timeout`` seconds ago."""
-        return self.exit_code is None and time.monotonic() - self._start <= self.timeout
+        return self.group.process.poll() is None and time.monotonic() - self._start <= self.timeout
 
     def _wait(self) -> None:
         """Wait until the process has ended. Raise an error if the process takes too long.
@@ -178,7 +175,7 @@ class CaseProcess(PendingMeasurement):
         GPU, and to the measurement.
         """
         since, number_read, last = self._start, 0, dict[str, Any]()
-        while self.exit_code is None:
+        while self.group.process.poll() is None:
             records = read_records(self.records)
             if len(records) > number_read and MEASURING not in last:
                 since, number_read, last = time.monotonic(), len(records), records[-1]

@@ -7,17 +7,15 @@ import re
 import signal
 import subprocess
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from functools import cache
 from multiprocessing import get_context
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from dpbench.child.messages import POLL_SECONDS, STACK_SIGNAL
 from dpbench.child.program import add_to
-from dpbench.launch.fork_server import fork
 
 ANSWER_SECONDS = 30.0  # limit for ``--version``, which takes one or two seconds
 STACKS_SECONDS = 0.5  # time for ranks to write their stacks, which takes milliseconds
@@ -84,44 +82,6 @@ def _begin(guard: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # on Ctrl-C the process prints no traceback
 
 
-def cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
-class Started(Protocol):
-    """A task that may run in another process."""
-
-    @property
-    def runs(self) -> bool:
-        """True while the task runs."""
-
-    def cancel(self) -> None:
-        """End the task."""
-
-
-Some = TypeVar("Some", bound=Started)
-
-
-def at_once(starts: Iterable[Callable[[], Some]], number: int) -> Generator[Some]:
-    """Run up to ``number`` tasks at once, and yield each task in order when it has ended.
-
-    If the generator is closed or fails, `cancel` ends the tasks that were started but not yielded.
-    """
-    waiting, started = deque(starts), deque[Some]()
-    try:
-        while waiting or started:
-            while waiting and sum(each.runs for each in started) < number:
-                started.append(waiting.popleft()())
-            if started[0].runs:
-                time.sleep(POLL_SECONDS)
-            else:
-                yield started.popleft()
-    finally:
-        for each in started:
-            each.cancel()
-
-
 class ProcessGroup:
     """A program in its own process group, with a guard that ends the group if this process dies."""
 
@@ -131,17 +91,10 @@ class ProcessGroup:
         try:
             options |= {"stdin": self._guard.pipe}
             started = ["/bin/sh", "-c", STARTER, "sh", *command]
-            self.process: Any = fork(command, options) or subprocess.Popen(
-                started, start_new_session=True, **options
-            )
+            self.process = subprocess.Popen(started, start_new_session=True, **options)
         except BaseException:
             self._guard.fire()
             raise
-
-    def poll(self) -> int | None:
-        """Return the exit code, negative after a signal, or None while the program runs."""
-        code: int | None = self.process.poll()
-        return code
 
     def request_stacks(self) -> None:
         """Ask the ranks to write their stacks, and give them `STACKS_SECONDS` to do so."""
@@ -172,7 +125,7 @@ class ProcessGroup:
 
         Return True if the group still has processes.
         """
-        self.poll()  # poll reaps the leader, which otherwise counts as alive
+        self.process.poll()  # poll reaps the leader, which otherwise counts as alive
         try:
             os.killpg(self.process.pid, number)
         except (ProcessLookupError, PermissionError):

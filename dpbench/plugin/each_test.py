@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
@@ -20,7 +19,6 @@ from dpbench.plugin.fixtures import (
     NEEDS,
     asked_case,
     grid_case,
-    helper_name,
     limit_texts,
     marker_limits,
     measuring_fixtures,
@@ -175,18 +173,15 @@ class EachTest:
         return self._steps[step]
 
     def _owner(self) -> str:
-        """Return the name of what measures a step for tests, or else of the test.
+        """Return the name of the fixture that measures a step for tests, or else of the test.
 
-        A fixture, or a function that tests call, may measure a step only for the first test.
+        A fixture may measure a step only for the first test.
         """
         if self._item is None:
             return ""
         if self._fixtures:
             return shared_name(self._item, self._fixtures[-1]) or self._item.nodeid
-        frame = sys._getframe()
-        while frame.f_back and frame.f_code.co_filename == __file__:
-            frame = frame.f_back
-        return helper_name(self._item, frame) or self._item.nodeid
+        return self._item.nodeid
 
     def _measure_step(self, step: StepFunction, instruments: Sequence[Instrument]) -> Outcome:
         """Measure a step that has not been measured, or whose counts differ from its name's."""

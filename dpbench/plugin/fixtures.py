@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-import os
 from argparse import Namespace
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import replace
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -122,7 +119,11 @@ def shared_name(item: Any, fixture: Any) -> str | None:
                 places.append(node.nodeid if node else "")
     given = getattr(getattr(item, "callspec", None), "params", {})
     params = {name: given[name] for name in sorted(used) if name in given}
-    return _shared_name(max(places, key=len) or "conftest.py", fixture.argname, params)
+    if not all(isinstance(value, str | int | float | None) for value in params.values()):
+        return None
+    text = ",".join(f"{name}={value}" for name, value in params.items())
+    place = max(places, key=len) or "conftest.py"
+    return f"{place}::{fixture.argname}{f'[{text}]' * bool(text)}"
 
 
 _SCOPES = {
@@ -131,31 +132,6 @@ _SCOPES = {
     "module": pytest.Module,
     "class": pytest.Class,
 }
-
-
-def helper_name(item: Any, frame: FrameType) -> str | None:
-    """Return a name for what a function measures that tests call, from the function's arguments.
-
-    Returns None for the test itself and for functions in it, and for a function with an argument
-    that is no text or number.
-    """
-    code, test = frame.f_code, getattr(item, "function", item.runtest).__qualname__
-    if f"{code.co_qualname}.".startswith(f"{test}."):
-        return None
-    if code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS):
-        return None
-    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    given = ((name, frame.f_locals.get(name, frame)) for name in names)
-    params = {name: v for name, v in given if getattr(v, "__module__", "") != DEFINED_IN}
-    place = os.path.relpath(code.co_filename, item.config.rootpath)
-    return _shared_name(place, code.co_qualname, params)
-
-
-def _shared_name(place: str, name: str, params: Mapping[str, Any]) -> str | None:
-    if not all(isinstance(value, str | int | float | None) for value in params.values()):
-        return None
-    text = ",".join(f"{name}={value}" for name, value in params.items())
-    return f"{place}::{name}{f'[{text}]' * bool(text)}"
 
 
 def grid_case(item: pytest.Item) -> Case | None:

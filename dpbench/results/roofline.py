@@ -27,7 +27,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.core.case import AXES, BASELINE_TRAINER, PRODUCTS
+from dpbench.core.case import AXES, BASELINE_TRAINER, PRECISIONS
 from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.core.metrics import METRICS
 from dpbench.results.rows import OF_CASE, PLACE, STEP
@@ -51,11 +51,10 @@ class Roofs:
     ) -> Roofs:
         """Make the roofs that several devices share.
 
-        The precisions ``bf16-amp`` and ``fp16-amp`` (autocast) get the FLOP/s of bf16 and of fp16.
+        The precision ``bf16-amp`` (autocast) gets the FLOP/s of bf16.
         """
         names = tuple(devices)
-        known = {name: float(flops[name]) for name in PRODUCTS}
-        known |= {f"{name}-amp": float(flops[name]) for name in ("bf16", "fp16") if name in flops}
+        known = {name: float(flops[name.removesuffix("-amp")]) for name in PRECISIONS}
         return cls(names[0], names, float(bandwidth), known, source)
 
     def ridge(self, precision: str) -> float:
@@ -67,7 +66,6 @@ def _read_cards() -> Iterator[tuple[str, Roofs]]:
     for key, sheet in _CARDS_TOML["cards"].items():
         sparse = {name: peak / 2 for name, peak in sheet.get("tflops_with_sparsity", {}).items()}
         flops = {name: peak * 1e12 for name, peak in {**sheet["tflops"], **sparse}.items()}
-        flops.setdefault("fp16", flops["bf16"])  # mostly one figure for both in data sheets
         source = _CARDS_TOML["sources"][sheet["source"]]["title"]
         roofs = Roofs.of(sheet["devices"], sheet["bandwidth"] * 1e9, flops, source)
         yield key, replace(roofs, memory=sheet["memory"] * 1e9 if "memory" in sheet else None)
@@ -128,13 +126,10 @@ def reachable(card: Roofs) -> Roofs:
 
     Each rate in the card's data sheet is multiplied by a share. The share is the rate that was
     measured on an H200, divided by the rate in the H200's data sheet: 0.89 for the bandwidth, and
-    0.76, 0.72 and 0.68 for arithmetic at fp32, tf32 and bf16. Other precisions have the share of
-    bf16.
+    0.76, 0.72 and 0.68 for arithmetic at fp32, tf32 and bf16.
     """
     own, reached = CARDS["h200"], _measured_roofs(_CARDS_TOML["ceilings"][0])
-    shares = {
-        name: reached.flops.get(name, reached.flops["bf16"]) / own.flops[name] for name in own.flops
-    }
+    shares = {name: reached.flops[name] / own.flops[name] for name in own.flops}
     return replace(
         card,
         bandwidth=card.bandwidth * reached.bandwidth / own.bandwidth,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import pandas as pd
 
-from dpbench.core.case import BASELINE_TRAINER, PRODUCTS
+from dpbench.core.case import BASELINE_TRAINER
 from dpbench.results.roofline import LAUNCH_BOUND, PARTS, Roofs, additional
 from dpbench.results.rows import STEP
 from dpbench.show.layout import Shown, Table, gigabytes, step_milliseconds
@@ -159,18 +159,14 @@ def time_tables(times: pd.DataFrame, roofs: Roofs, baseline: str = BASELINE_TRAI
 def lacking(rows: pd.DataFrame) -> Iterator[str]:
     """Yield notes on missing numbers, and on least times that exceed the time of the busy GPU."""
     steps = rows[rows.phase == STEP]
-    no_ceiling = steps.arithmetic_seconds.isna() & steps.flops.notna()
     for missing, what, by in (
         (steps.flops.isna(), "operations were counted", "logical counts them, without a GPU"),
         (steps.bytes.isna(), "DRAM bytes were measured", "cupti or ncu measures them"),
     ):
         if missing.any():
             yield f"No {what} for {_names(steps[missing].trainer)}: --instrument {by}."
-    for precision in dict.fromkeys(steps[no_ceiling].precision):
-        if precision in PRODUCTS or precision.endswith("-amp"):
-            yield f"No ceiling of arithmetic at {precision}: name a FILE that has it, --time FILE."
-        else:
-            yield "No ceiling of arithmetic, because the precision of a script is unknown."
+    if (steps.arithmetic_seconds.isna() & steps.flops.notna()).any():
+        yield "No ceiling of arithmetic, because the precision of a script is unknown."
     busy_seconds = rows.seconds - rows.idle_seconds.fillna(0.0)
     longest = rows[["arithmetic_seconds", "bytes_seconds", "least_seconds"]].max(axis="columns")
     if len(beyond := rows[(longest > busy_seconds) & (rows.phase != STEP)]):

@@ -77,9 +77,8 @@ class TrainerBase(ABC):
         noise_steps: the argument ``steps`` of `dpbench.training.correlated_noise.weights_of`. If
             noise is correlated, a later step raises `ConfigurationError`.
         sampling: ``fixed``, or ``poisson`` for batches with any number of examples, including 0.
-        autocast: the 16-bit type of ``torch.autocast`` for the losses; None for no autocast. With
-            float16, `StandardTrainer` scales the losses with a ``GradScaler``, and private trainers
-            raise.
+        autocast: ``torch.bfloat16`` to compute the losses under ``torch.autocast``; None for no
+            autocast.
         parallel: how ranks share a step, see `dpbench.core.case.PARALLELS`.
         seed: makes the noise of dpbench's trainers repeatable, and therefore not private: a
             restart with the same seed adds the same noise to other gradients. All ranks use the
@@ -117,9 +116,13 @@ class TrainerBase(ABC):
         seed: int | None = None,
     ) -> None:
         check_numbers(batch_size, micro_batches, noise_multiplier, max_grad_norm, learning_rate)
+        if autocast is torch.float16:
+            raise ConfigurationError(
+                "float16 needs a GradScaler, which would scale gradients before they are clipped: "
+                "use torch.bfloat16"
+            )
         self.autocast = autocast
         self.device_type = next((p.device.type for p in model.parameters()), "cpu")
-        self.scaler = torch.amp.GradScaler(self.device_type, enabled=autocast is torch.float16)
         self.micro_batches = micro_batches
         self.workload = workload or Transformer()
         self.parallel = parallel

@@ -406,11 +406,6 @@ class ClippedSumTrainer(TrainerBase):
 
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         super().__init__(model, batch_size=batch_size, **options)
-        if self.autocast is torch.float16:
-            raise ConfigurationError(
-                "with fp16-amp, a GradScaler would scale gradients before they are clipped: use "
-                "bf16-amp"
-            )
         check_unmixed_layers(self.model)
         self.trained = [p for p in model.parameters() if p.requires_grad]
         check_together(self.trained)

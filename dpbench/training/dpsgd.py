@@ -101,11 +101,6 @@ class OpacusTrainer(TrainerBase):
     def __init__(self, model: nn.Module, *, batch_size: int, **options: Any) -> None:
         check_layers(model)
         super().__init__(model, batch_size=batch_size, **options)
-        if self.autocast is torch.float16:
-            raise ConfigurationError(
-                "fp16-amp needs a GradScaler, which would scale gradients before Opacus clips "
-                "them: use bf16-amp"
-            )
         if self.mode not in ("functorch", "ew"):
             refuse_strided_inputs(self.model)
         self.grad_sample_module = self.wrap()

@@ -31,12 +31,9 @@ class StandardTrainer(TrainerBase):
                 loss = self.mean_loss(self.model, part)
             with phase("backward"):
                 parts = self.batch_size / self.examples  # may be a fraction for a Poisson batch
-                part_loss = loss if parts == 1 else loss / parts
-                self.scaler.scale(part_loss).backward()
+                (loss if parts == 1 else loss / parts).backward()
             losses.append(loss.detach())
         with phase("optimizer"):
-            if losses:  # a GradScaler would raise after an empty batch
-                self.scaler.step(self.plain_optimizer)
-                self.scaler.update()
+            self.plain_optimizer.step()
             self.plain_optimizer.zero_grad(set_to_none=True)
         return mean_of(losses, self.sizes)

@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from dpbench.child.build import build
-from dpbench.core.case import BASELINE_TRAINER, MIXED, Case
+from dpbench.core.case import BASELINE_TRAINER, Case
 from dpbench.core.errors import ConfigurationError
 from dpbench.training.base import Batch, TrainerBase
 from dpbench.training.correlated_noise import INDEPENDENT
@@ -68,7 +68,7 @@ class TrainedModel:
     """
 
     def __init__(self, case: Case, device: torch.device, steps: int) -> None:
-        precision = "fp32" if case.precision in (*MIXED, "tf32") else case.precision
+        precision = "bf16" if case.precision == "bf16" else "fp32"
         plain = replace(
             case,
             trainer=BASELINE_TRAINER,

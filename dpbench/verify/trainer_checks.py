@@ -21,11 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from dpbench.child.build import build, labels_of, pick_device, workload_of
-from dpbench.core.case import MIXED, Case
+from dpbench.core.case import Case
 from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.core.names import parted, read_parameters
 from dpbench.core.registry import names_of, resolve
-from dpbench.launch.fork_server import postpone
 from dpbench.launch.processes import new_process
 from dpbench.launch.ranks import on_all_ranks
 from dpbench.training.base import Batch
@@ -99,12 +98,8 @@ def verify(case: Case, device: str = "auto", *, processes: bool = False) -> list
         return verify_here(case, device, processes=processes)
     import_module("torch._dynamo")  # the first optimizer would import this in each fork
     with _other_process(case, device, processes) as steps:
-        work = partial(_verify_rank, device, [*steps])
+        work = partial(verify_here, device=device, other_process=[*steps])
     return on_all_ranks(work, case, device)[0]
-
-
-def _verify_rank(device: str, other_process: Iterable[Gradients], case: Case) -> list[Check]:
-    return verify_here(case, device, other_process)
 
 
 def verify_here(
@@ -163,7 +158,6 @@ def _other_process(case: Case, device: str, starts: bool) -> Iterator[Iterable[G
         return
     spelled: dict[str, Any] = {axis: known.argument(name) for axis, known, name in names_of(case)}
     with new_process() as pool:
-        pool.submit(postpone, "opacus")  # before the modules of trainers are imported
         taken = pool.submit(_take_noisy_steps, replace(case, **spelled), device)
 
         def steps() -> Iterator[Gradients]:
@@ -229,7 +223,7 @@ def check_layer(
     all_steps = f"{NOISE_STEPS} steps"
     names = [f"gradient: {all_steps}", f"noise: {all_steps}", "tokens alike", "norms not finite"]
     names.append("layer added later")
-    names += ["examples alike"] * (case.precision in ("bf16", *MIXED))
+    names += ["examples alike"] * (case.precision.startswith("bf16"))
     try:
         noisy, *others = [
             Verification(layer_case(case, *s), device, clips, weights) for s in SHAPES

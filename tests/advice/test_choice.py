@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +107,6 @@ def test_advice_of_a_case() -> None:
     assert advice.trainer in ("dpsgd", "dpsgd_fgc")
     table = advice.frame.set_index("trainer")
     assert {*table.index} == {"standard", "dpsgd", "dpsgd_fgc"}
-    assert math.isnan(table.above_floor_bytes["standard"])
-    assert table.above_floor_bytes["dpsgd"] > 0
     assert (table.roofline_seconds < table.predicted_seconds).all()
     assert table.bytes_ratio["standard"] == 1
     assert (table.largest_batch > 1).all()

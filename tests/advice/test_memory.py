@@ -23,7 +23,6 @@ def footprint(parts: int, lines: list[tuple[int, int]]) -> Footprint:
             [],
             [("clip", f"{i}", (a + b * size) * 10**9) for i, (a, b) in enumerate(lines)],
             0,
-            0,
             False,
         )
         for size in (2 * parts, 3 * parts)

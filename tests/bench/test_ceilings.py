@@ -10,7 +10,7 @@ import torch
 
 from bench.ceilings import main, measure_ceilings
 from dpbench import ConfigurationError
-from dpbench.core.case import PRODUCTS
+from dpbench.core.case import PRECISIONS
 from dpbench.results.roofline import read_ceilings
 
 FLOPS = {"fp32": 5e13, "tf32": 4e14, "bf16": 7e14}
@@ -30,7 +30,7 @@ def test_a_copy_and_a_product_at_every_precision_are_timed(tmp_path: Path) -> No
     assert torch.backends.cuda.matmul.allow_tf32 == tf32
     roofs = read_ceilings(document(tmp_path, found))
     assert (roofs.devices, roofs.bandwidth) == (("cpu",), found["bandwidth"])
-    assert all(roofs.flops[precision] > 0 for precision in PRODUCTS)
+    assert all(roofs.flops[precision] > 0 for precision in PRECISIONS)
 
 
 def test_without_a_gpu_one_line_says_so(

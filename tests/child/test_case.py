@@ -11,7 +11,7 @@ import torch
 
 from dpbench import Case, ConfigurationError
 from dpbench.child.build import build, pick_device, set_tf32
-from dpbench.child.case import PhaseTimes, check_stepped, held_by_graphs, run_case
+from dpbench.child.case import PhaseTimes, held_by_graphs, run_case
 from dpbench.instruments.timing import TimingRecorder
 from dpbench.training.phases import observed_step, phase
 
@@ -98,38 +98,6 @@ def test_memory_that_cuda_graphs_keep_counts_though_no_tensor_holds_it() -> None
 
 
 # --- steps that a GradScaler skips ---------------------------------------------------------------
-
-
-def scaled_steps(interval: int, warmup: int, overflows: list[bool]) -> None:
-    """Take steps with a scaler that grows after so many, and check those after the warm-up."""
-    weight = torch.ones(1, requires_grad=True)
-    optimizer = torch.optim.SGD([weight], 0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=interval)
-    before = scaler.state_dict()
-    for number, overflow in enumerate([False] * warmup + overflows):
-        if number == warmup:
-            before = scaler.state_dict()
-        optimizer.zero_grad()
-        scaler.scale(weight * (float("inf") if overflow else 1.0)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    check_stepped(scaler, before, len(overflows))
-
-
-@pytest.mark.parametrize("interval", [1, 2, 3, 5, 2000])
-@pytest.mark.parametrize("warmup", [0, 1, 2, 3, 4])
-def test_a_scaler_that_grows_has_skipped_nothing(interval: int, warmup: int) -> None:
-    scaled_steps(interval, warmup, [False] * 5)
-
-
-@pytest.mark.parametrize("interval", [1, 2, 3, 5, 2000])
-@pytest.mark.parametrize("warmup", [0, 1, 2, 3, 4])
-@pytest.mark.parametrize("skipped", [0, 2, 4])
-def test_a_step_that_a_scaler_skips_is_found_wherever_it_grows(
-    interval: int, warmup: int, skipped: int
-) -> None:
-    with pytest.raises(ConfigurationError, match="the GradScaler skipped a counted step"):
-        scaled_steps(interval, warmup, [number == skipped for number in range(5)])
 
 
 @pytest.mark.parametrize(("precision", "operations"), [("fp32", "ieee"), ("tf32", "tf32")])

@@ -26,9 +26,6 @@ gc.disable()  # a quarter of the time of imports is the collector's
 """
 
 PRIVATE = f"""{UNCOLLECTED}
-from dpbench.launch.fork_server import postpone
-postpone("opacus")  # whose accountants import SciPy
-
 import torch
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
 from opacus.grad_sample import GradSampleModule

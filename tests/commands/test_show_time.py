@@ -9,7 +9,6 @@ import pytest
 
 from dpbench.commands.cli import main
 from dpbench.results.run import Run
-from dpbench.results.schema import unpacked
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs/results"
@@ -88,22 +87,6 @@ def test_a_missing_condition_is_named_with_what_would_give_it(
     assert "How busy the GPU was with dpsgd was not measured" in text
     assert "--instrument cupti measures it" in text
     assert "beyond standard's" not in text
-
-
-def test_a_ceiling_that_was_not_measured_is_not_replaced(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "run.json"
-    by_autocast = unpacked((RESULTS / "h200-methods-amp.json.xz").read_bytes()).decode()
-    run.write_text(by_autocast.replace('"bf16-amp"', '"fp16-amp"'))
-    text = " ".join(shown(capsys, run, "--time").split())
-    assert "No ceiling of arithmetic at fp16-amp: name a FILE that has it" in text
-    assert "Roofs of NVIDIA H200: 4283 GB/s (measured" in text
-    document = json.loads((RESULTS / "h200-ceilings.json").read_text())
-    document["ceilings"]["flops"]["fp16"] = 6e14
-    own = saved(tmp_path / "ceilings.json", document)
-    text = " ".join(shown(capsys, run, "--time", own).split())
-    assert "600 TFLOP/s at fp16-amp" in text
 
 
 def test_a_bound_beyond_the_time_is_said_to_be_wrong(

@@ -19,12 +19,7 @@ pytestmark = pytest.mark.gpu
     ("trainer", "precision"),
     [
         *((name, "fp32") for name in TRAINERS),
-        *(
-            ("dpsgd", precision)
-            for precision in PRECISIONS
-            if precision not in ("fp32", "fp16-amp")
-        ),
-        ("standard", "fp16-amp"),
+        *(("dpsgd", precision) for precision in PRECISIONS if precision != "fp32"),
     ],
 )
 def test_trainer_runs_on_the_gpu(trainer: str, precision: str, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def start_and_end(instruction):
     try:
         group = ProcessGroup(["sleep", "1000"], pass_fds=[int(sys.argv[1])])
         try:
-            group.poll()
+            group.process.poll()
         finally:
             group.end()
     except KeyboardInterrupt:

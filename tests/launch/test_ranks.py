@@ -105,7 +105,7 @@ def in_its_step(running: CaseProcess) -> None:
     """Wait until both ranks are where they stay; they are in the group that the guard ends."""
     for rank in (0, 1):
         while not (path := Path(f"group{rank}")).exists() or not path.read_text():
-            assert running.exit_code is None, running.log.read_text()
+            assert running.group.process.poll() is None, running.log.read_text()
             time.sleep(0.05)
         assert int(path.read_text()) == running.group.process.pid
     time.sleep(1)

@@ -1,4 +1,4 @@
-"""A step that a fixture or function measures has one name, whichever test comes first."""
+"""A step that a fixture measures has one name, whichever test comes first."""
 
 from __future__ import annotations
 
@@ -48,27 +48,21 @@ def of_state(logical_io):
 
 STATE = [40]
 
-def helped(logical_io, size, cache):
-    if cache and size in KNOWN:
-        return KNOWN[size]
-    KNOWN[size] = logical_io(step_of(size))
-    return KNOWN[size]
-
 @pytest.fixture
 def of_each_test(logical_io, request):
     return logical_io(step_of(1000 * len(request.node.name)))
 """
 SUITE = """
 import pytest
-from conftest import helped, step_of
+from conftest import step_of
 
 def test_a(report): pass
 def test_b(report, logical_io): logical_io(step_of(50))
 def test_c(of_each_test): pass
 def test_longer(of_each_test): pass
 def test_d(sized): pass
-def test_g(logical_io, of_session): helped(logical_io, 60, True), helped(logical_io, 70, True)
-def test_h(logical_io, of_session): helped(logical_io, 60, True), helped(logical_io, 60, False)
+def test_g(of_session): pass
+def test_h(of_session): pass
 @pytest.mark.parametrize("size", [10, 20])
 def test_e(sized, size): pass
 """
@@ -114,9 +108,6 @@ def test_names_are_those_of_fixtures_and_parameters_and_else_of_tests(
                 "conftest.py::sized[size=20]:step": 20,
                 "test_other.py::sized:step": 30,
                 "conftest.py::of_session:step": 1000,
-                "conftest.py::helped[size=60,cache=True]:step": 60,
-                "conftest.py::helped[size=70,cache=True]:step": 70,
-                "conftest.py::helped[size=60,cache=False]:step": 60,
                 "conftest.py::of_state:step": 40,
                 "test_other.py::test_j:step": 45,
             },

@@ -122,16 +122,6 @@ def test_a_step_of_which_one_phase_is_unknown_has_no_longer_bound() -> None:
     assert times.left_seconds.isna().to_dict() == {"forward": False, "noise": True, STEP: True}
 
 
-def test_no_precision_takes_the_ceiling_of_another() -> None:
-    """The data sheets have one figure for both kinds of 16 bits; here only one was measured."""
-    for precision, known in {"bf16-amp": True, "fp16-amp": False}.items():
-        case = Case("dpsgd", 8, 256, precision=precision)
-        times = by_phase(step(case, forward=(10e12, 0.4e12, 3.0, 2.0), noise=(0, 1e12, 2.0, 2.0)))
-        assert times.arithmetic_seconds.notna()["forward"] == known
-        assert times.arithmetic_seconds["noise"] == 0
-        assert times.bytes_seconds.notna().all()
-
-
 def test_the_ceilings_of_one_card_are_not_those_of_another() -> None:
     with pytest.raises(ConfigurationError, match="measured on Card, so the roofs of NVIDIA H200"):
         time_breakdown(step(DPSGD, forward=(1, 1, 1, 1)), find_ceilings("NVIDIA H200"))

@@ -16,16 +16,16 @@ from torch.utils.checkpoint import checkpoint
 
 from dpbench import TRAINERS, SimpleBigModel, get_random_dataloader
 from dpbench.child.build import build
-from dpbench.child.case import run_case
 from dpbench.child.task import Task
 from dpbench.core.case import Case, ModelSize
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.grid import Grid
 from dpbench.core.registry import resolve
 from dpbench.instruments.logical.logical import Logical
-from dpbench.instruments.timing import Timing, TimingRecorder
+from dpbench.instruments.timing import Timing
 from dpbench.training.base import Batch, mean_cross_entropy
 from dpbench.training.refusals import CannotTrain
+from dpbench.training.standard import StandardTrainer
 from dpbench.workloads.axes import checkpoint_blocks, choose_trainable
 from dpbench.workloads.transformer import Transformer
 
@@ -102,14 +102,8 @@ def test_autocast_updates_as_single_precision_does(trainer: str, options: dict[s
     assert not same(update, update_of(trainer)), "nothing was computed in 16 bits"
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_what_a_scaler_scaled_is_unscaled_before_the_step(micro_batches: int) -> None:
-    update = update_of("standard", autocast=torch.float16, micro_batches=micro_batches)
-    assert same(update, update_of("standard"), 2e-3)
-
-
 def test_opacus_clips_what_a_scaler_has_scaled() -> None:
-    """Why fp16-amp is refused: below the threshold, examples are clipped all the same."""
+    """Why float16 is refused: below the threshold, examples are clipped all the same."""
     model, scale = small(), 2.0**7
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     private = DPOptimizer(
@@ -187,16 +181,6 @@ def test_checkpointing_keeps_less_and_computes_the_blocks_again() -> None:
     assert again == off["forward", "flops"] - head
 
 
-@pytest.mark.usefixtures("capsys")
-def test_fp16_steps_count_only_if_the_scaler_skips_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case("standard", 4, 8, "50x16x1x2", precision="fp16-amp")
-    assert run_case(case, TimingRecorder(2), device="cpu", warmup=1, active=2).details["loss"] > 0
-    scaler = partial(torch.amp.GradScaler, init_scale=2.0**40, growth_interval=1)
-    monkeypatch.setattr(torch.amp, "GradScaler", scaler)
-    with pytest.raises(ConfigurationError, match="the GradScaler skipped a counted step"):
-        run_case(case, TimingRecorder(2), device="cpu", warmup=1, active=2)
-
-
 # --- as part of a case --------------------------------------------------------------------------
 
 
@@ -228,8 +212,9 @@ def test_axes_are_part_of_id_report_and_command_line(trainable: str) -> None:
             "unknown activation checkpointing 'yes'; choose from off, on",
         ),
         (
-            lambda: build(Case("dpsgd_fgc", 8, 16, "tiny", precision="fp16-amp"), CPU, 1),
-            "fp16-amp needs a GradScaler, which would scale gradients before Opacus clips them",
+            lambda: StandardTrainer(small(), batch_size=8, autocast=torch.float16),
+            "float16 needs a GradScaler, which would scale gradients before they are clipped: use "
+            "torch.bfloat16",
         ),
         (
             lambda: build(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -26,7 +27,6 @@ from dpbench.core.errors import ConfigurationError
 from dpbench.core.registry import resolve
 from dpbench.instruments.interface import Instrument
 from dpbench.launch.case_process import PendingMeasurement
-from dpbench.launch.fork_server import COMMAND, environment_of_cases, fork
 from dpbench.results.outcome import Outcome
 from dpbench.training import clipped_sums
 from dpbench.training.fused import FusedTrainer
@@ -175,19 +175,19 @@ def small(trainer: str, ranks: int) -> list[str]:
 
 
 def run(words: list[str], folder: Path) -> tuple[int, str]:
-    """Run a ``dpbench`` command on the CPU; return its exit code and output.
-
-    It is forked from the fork server, because a fork of the test process would lack its threads.
-    """
+    """Run a ``dpbench`` command on the CPU; return its exit code and output."""
     paths = [str(REPOSITORY), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     said = {RECORDS: str(folder / "records"), "PYTHONPATH": os.pathsep.join(paths)}
-    log, command = folder / "log.txt", [*COMMAND, *words, "--device", "cpu"]
-    with log.open("w") as output, Path(os.devnull).open("w") as nothing:
-        kept: dict[str, Any] = {"stdout": output, "stdin": nothing}
-        kept["env"] = environment_of_cases() | said
-        process = fork(command, kept) or subprocess.Popen(command, stderr=output, **kept)
-        code = process.wait()
-    return code, log.read_text()
+    command = [sys.executable, "-P", "-m", "dpbench", *words, "--device", "cpu"]
+    process = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=os.environ | said,
+        text=True,
+    )
+    return process.returncode, process.stdout
 
 
 def over_ranks(

@@ -311,7 +311,6 @@ def test_the_reference_is_in_float32_where_the_model_has_to_be() -> None:
         (f"{OWN}:Unlabelled", {}, "clips nothing and adds no noise"),
         (f"{OWN}:SaysNothing", {}, "unknown label clips of trainer SaysNothing 'per block'"),
         ("dpsgd:max_grad_norm=0.5", {}, "verify chooses max_grad_norm"),
-        ("dpsgd_ghost", {"precision": "fp16-amp"}, "use bf16-amp"),
         (f"{OWN}:OwnOptimizer", {"optimizer": "adamw"}, "does not call plain_optimizer.step"),
         ("dpsgd", {"workload": f"{OWN}:Random"}, "losses of a batch change each time"),
         (

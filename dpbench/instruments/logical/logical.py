@@ -26,7 +26,6 @@ from dpbench.core.subject import Subject
 from dpbench.instruments.interface import Instrument
 from dpbench.instruments.logical.recorder import LogicalRecorder
 from dpbench.launch.case_process import CaseProcess, PendingMeasurement
-from dpbench.launch.fork_server import fork_server
 from dpbench.results.outcome import Outcome
 
 
@@ -49,7 +48,7 @@ class Logical(Instrument):
 
     A case is counted in a new process if one of its classes is not built in, because foreign code
     may crash or hang. A new process is also used if this process is in a process group of
-    ``torch.distributed``, or if this process has not imported torch and a fork server can start.
+    ``torch.distributed``.
 
     Attributes:
         timeout: limit in seconds for the new process, as in `CaseProcess`.
@@ -69,11 +68,7 @@ class Logical(Instrument):
 
     def start(self, case: Case) -> PendingMeasurement:
         """Start a new process, or return a measurement that counts in this process later."""
-        if (
-            is_builtin(case)
-            and not _in_process_group()
-            and ("torch" in sys.modules or not fork_server())
-        ):
+        if is_builtin(case) and not _in_process_group():
             return Counting(self, case)
         return CaseProcess(Task(case, self), log=None, timeout=self.timeout)
 

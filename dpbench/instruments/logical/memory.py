@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dpbench.core.case import OUTSIDE
+from dpbench.core.errors import subclasses
 from dpbench.instruments.logical.source_lines import short_path, source_frame
 from dpbench.results.kernels import MemoryLine
 
@@ -169,8 +170,8 @@ class ScriptMemory(LiveMemory):
     def track_existing(self) -> None:
         """Track the existing parameters, gradients, buffers and optimizer state of this process."""
         found: dict[str, list[Any]] = {"parameters": [], "buffers": [], "optimizer state": []}
-        modules, optimizers = subclasses(nn.Module), subclasses(torch.optim.Optimizer)
-        kinds = modules | optimizers | subclasses(nn.Parameter)
+        modules, optimizers = {*subclasses(nn.Module)}, {*subclasses(torch.optim.Optimizer)}
+        kinds = modules.union(optimizers, subclasses(nn.Parameter))
         # `isinstance` would be slower for millions of objects, and may run code of the object.
         for each in [each for each in gc.get_objects() if type(each) in kinds]:
             if type(each) in modules:
@@ -244,11 +245,6 @@ class ScriptMemory(LiveMemory):
             line = f"{short_path(file)}:{number}{words}" if number else file
             held[phase, line] += size
         return tuple(MemoryLine(*where, size) for where, size in held.most_common() if size)
-
-
-def subclasses(base: type) -> set[type]:
-    """Return a class and all its direct and indirect subclasses."""
-    return {base}.union(*map(subclasses, type.__subclasses__(base)))
 
 
 def source_line() -> tuple[str, int, str]:

@@ -22,10 +22,12 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, count
+from itertools import count
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+import numpy as np
 
 from dpbench.core.case import OUTSIDE
 from dpbench.core.errors import InstrumentError
@@ -245,12 +247,11 @@ def _communication(
         {"communication_seconds": {}, "exposed_communication_seconds": {}}
         for _ in timeline.step_starts
     ]
-    busy = _Busy(map(_span, others))
+    busy = np.array([*_uncovered(sorted(map(_span, others)))]).reshape(-1, 2)
     for event, (start, end) in zip(collectives, _uncovered(map(_span, collectives)), strict=True):
         step, phase = timeline.locate(_launched(event, call_of))
-        for by_phase, lasted in zip(
-            steps[step].values(), (end - start, end - start - busy.between(start, end)), strict=True
-        ):
+        exposed = end - start - float(np.diff(busy.clip(start, end)).sum())
+        for by_phase, lasted in zip(steps[step].values(), (end - start, exposed), strict=True):
             by_phase[phase] = by_phase.get(phase, 0.0) + lasted / 1e6
     return steps
 
@@ -268,26 +269,6 @@ def _uncovered(spans: Iterable[Span]) -> Iterator[Span]:
     for start, end in spans:
         start, covered = max(start, covered), max(end, covered)
         yield start, covered
-
-
-class _Busy:
-    """The union of several time spans, whose length between two times can be computed."""
-
-    def __init__(self, spans: Iterable[Span]) -> None:
-        apart = [*_uncovered(sorted(spans))]
-        self._starts = [start for start, _ in apart]
-        self._lengths = [end - start for start, end in apart]
-        self._before = [0.0, *accumulate(self._lengths)]
-
-    def between(self, start: float, end: float) -> float:
-        """Return the length of the part of the union that lies between two times."""
-        return self._until(end) - self._until(start)
-
-    def _until(self, when: float) -> float:
-        place = bisect_right(self._starts, when) - 1
-        if place < 0:
-            return 0.0
-        return self._before[place] + min(when - self._starts[place], self._lengths[place])
 
 
 def _memory(by_category: dict[str, list[Event]], timeline: _Timeline) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The charts of the page: ratios, times, bytes, memory, flame graph and ranks."""
+"""The charts of the page: ratios, bytes, times, flame graph and ranks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ import pandas as pd
 from dpbench.core.case import ALL_PHASES, AXES
 from dpbench.core.errors import ConfigurationError
 from dpbench.results.roofline import (
-    BUSY,
-    LAUNCH_BOUND,
     additional,
     find_ceilings,
     time_breakdown,
@@ -42,10 +40,7 @@ from dpbench.show.roofline import (
     launch_bound_notes,
     roofs_in_words,
 )
-from dpbench.show.tables import BUSY_OF, CONFIGURATION, SHOWN_SHARE, ordered
-
-COLOUR = PHASE_COLOURS["backward"]
-"""The colour of bars that do not represent a phase."""
+from dpbench.show.tables import CONFIGURATION, SHOWN_SHARE, ordered
 
 RATIO_COLOURS = ("#0072B2", "#E69F00", "#8C8C8C")
 """The colours of bytes, time and memory in the chart of ratios."""
@@ -159,50 +154,6 @@ def _about_ratios(data: PageData) -> Iterator[str]:
         yield f"Expected range: {low:g} to {high:g} times {baseline}'s bytes."
     if data.basis == MEASURED and (step.value < IN_CACHE_BYTES).any():
         yield IN_CACHE
-
-
-def memory(data: PageData) -> Chart | None:
-    """Draw peak memory by trainer, with a panel for each cell of the grid."""
-    peaks = data.peaks
-    if peaks.empty:
-        return None
-    return bar_chart(
-        "memory",
-        "Peak memory by trainer",
-        BY_OPERATOR if data.basis == COUNTED else "measured by PyTorch's allocator",
-        peaks.rename(columns={"value": "peak memory"}).assign(end=peaks.value, label=""),
-        {"peak memory": COLOUR},
-        f"peak memory, GB ({data.basis})",
-    )
-
-
-def busy(data: PageData) -> Chart | None:
-    """Draw the share of each phase's time in which the GPU was busy, if the share was measured.
-
-    A phase of a case is left out if it has at most `SHOWN_SHARE` of the GPU cycles of the step.
-    """
-    summary, keys = data.summary, [*KEYS, "phase"]
-    elapsed = summary[summary.metric == "gpu_elapsed_cycles"].set_index(keys).value
-    rows = summary[summary.metric == BUSY].join(elapsed.rename("cycles"), on=keys)
-    longest = rows.groupby(KEYS).cycles.transform("max")
-    rows = rows[(rows.cycles > SHOWN_SHARE * longest) & rows.phase.isin([*PHASE_COLOURS])]
-    if rows.empty:
-        return None
-    how_to_read = (
-        f"Left of the line, at {LAUNCH_BOUND:.0%}, a phase is launch-bound: the GPU waits for the "
-        f"CPU to launch kernels, and neither bytes nor arithmetic explain the time. {BUSY_OF}"
-    )
-    return bar_chart(
-        "busy",
-        "How busy the GPU was, by phase",
-        "measured by hardware counters: the share of the time in which the GPU did anything",
-        pivot(rows, "phase").assign(end=1.0, label=""),
-        {name: colour for name, colour in PHASE_COLOURS.items() if name in set(rows.phase)},
-        "busy, % of the time",
-        unit="%",
-        notes=[how_to_read],
-        line=LAUNCH_BOUND,
-    )
 
 
 # --- time breakdown --------------------------------------------------------------------------
@@ -365,25 +316,3 @@ def _icicle(boxes: Mapping[tuple[str, ...], int]) -> Json:
         "uniformtext": {"minsize": 10, "mode": "hide"},
     }
     return {"data": [trace], "layout": layout}
-
-
-# --- ranks -----------------------------------------------------------------------------------
-
-
-def sent(data: PageData) -> Chart | None:
-    """Draw the bytes that a rank sends to other ranks, by trainer, stacked by phase."""
-    rows = data.summary[data.summary.metric == "collective_bytes"]
-    wide = pivot(rows[rows.gpus > 1], "phase")
-    shown = [name for name in ALL_PHASES if name in wide and wide[name].any()]
-    if not shown:
-        return None
-    return bar_chart(
-        "sent",
-        "Bytes that a rank sends, by trainer and phase",
-        "counted from the sizes of tensors, as if collectives used a ring; not measured",
-        wide.assign(end=wide[STEP], label=[f" {gigabytes(size)}" for size in wide[STEP]]),
-        {name: PHASE_COLOURS[name] for name in shown},
-        "GB that a rank sends in a step (counted)",
-        columns={f"{STEP}, GB": (STEP, gigabytes)},
-        stacked=True,
-    )

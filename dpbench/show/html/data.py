@@ -1,4 +1,4 @@
-"""The data of the page as frames: a summary of all runs, failures, ratios and peaks."""
+"""The data of the page as frames: a summary of all runs, failures and ratios."""
 
 from __future__ import annotations
 
@@ -118,13 +118,6 @@ class PageData:
         """The rows of `step_bytes` that have a ratio, without the rows of the baseline."""
         rows = self.step_bytes
         return rows[(rows.trainer != rows.baseline) & rows.ratio.notna()]
-
-    @cached_property
-    def peaks(self) -> pd.DataFrame:
-        """The peak memory of each case, measured or counted like the bytes in the charts."""
-        rows = self.summary[self.summary.metric == "peak_memory_bytes"]
-        rows = rows[(rows.phase == STEP) & (rows.basis == self.basis)]
-        return rows.drop_duplicates(KEYS)
 
 
 def pivot(rows: pd.DataFrame, columns: str) -> pd.DataFrame:

@@ -29,7 +29,6 @@ NAMES: Mapping[str, Shown] = {
 UNITS: Mapping[str, tuple[float, Callable[[float], str]]] = {
     "GB": (1e9, gigabytes),
     "ms": (1e-3, step_milliseconds),
-    "%": (0.01, lambda share: f"{share * 100:.0f}"),
     "×": (1.0, "{:.2f}".format),
 }
 """The units of bars. Each unit has its size in base units, and the function that writes values."""

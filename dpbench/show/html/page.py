@@ -22,16 +22,13 @@ from dpbench.results.changes import kernel_changes, operator_changes
 from dpbench.results.conditions import differing_conditions
 from dpbench.results.gate import Comparison, Gate
 from dpbench.results.outcome import trainer_summary
-from dpbench.results.rows import COLUMNS, NO_HARDWARE, STEP
+from dpbench.results.rows import NO_HARDWARE, STEP
 from dpbench.results.run import Run
 from dpbench.show.comparison import amount, change_cells, change_text, comparison_tables
 from dpbench.show.html.charts import (
-    busy,
     bytes_by_phase,
     flames,
-    memory,
     ratios,
-    sent,
     step_times,
     time,
 )
@@ -74,7 +71,6 @@ def render(data: PageData) -> str:
         charts=draw(data),
         trainers=trainers(runs),
         recorded=recorded(runs),
-        rows=every_row(runs),
         environments=environments(runs),
     )
 
@@ -104,7 +100,7 @@ def _template() -> Template:
 
 def draw(data: PageData) -> list[Chart]:
     """Draw all charts of the page, in order."""
-    functions = (ratios, bytes_by_phase, step_times, time, memory, busy, flames, sent)
+    functions = (ratios, bytes_by_phase, step_times, time, flames)
     return [chart for function in functions if (chart := function(data))]
 
 
@@ -196,24 +192,6 @@ def recorded(runs: Sequence[Run]) -> list[Table]:
             *(each for o in run.outcomes for each in kernel_tables(o, run.summary, MOST)),
         )
     ]
-
-
-def every_row(runs: Sequence[Run]) -> Table:
-    """Make the table of all rows. If a column has one value only, the caption has it instead."""
-    frame = pd.concat([run.frame.assign(run=run.name) for run in runs], ignore_index=True)
-    names = ["run", *COLUMNS]
-    same = [n for n in names if n not in ("metric", "value") and frame[n].nunique() == 1]
-    caption = "Every row of the runs, with all digits"
-    if same and len(frame) > 1:
-        caption += "; the same in all rows: " + ", ".join(f"{n} {frame[n].iloc[0]}" for n in same)
-        names = [name for name in names if name not in same]
-    columns = {name.replace("_", " "): (name, exact if name == "value" else str) for name in names}
-    return Table.of(caption, frame, columns)
-
-
-def exact(value: float) -> str:
-    """Write a number with all its digits, and with commas between thousands."""
-    return f"{value:,}".removesuffix(".0")
 
 
 def environments(runs: Sequence[Run]) -> Table:

@@ -146,7 +146,7 @@ def test_a_trainer_of_ones_own_is_counted_as_the_axis_is() -> None:
                 found[o.operator] += o.read_bytes + o.write_bytes
         return found
 
-    assert of(Autocasts, "fp32") == of("standard", "fp16-amp")
+    assert of(Autocasts, "fp32") == of("standard", "bf16-amp")
 
 
 def test_what_runs_again_in_backward_is_cast_as_before() -> None:

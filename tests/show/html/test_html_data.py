@@ -10,7 +10,7 @@ import pytest
 
 from dpbench.core.case import AXES, Case
 from dpbench.core.subject import Script
-from dpbench.results.rows import STEP, Measurement
+from dpbench.results.rows import Measurement
 from dpbench.results.run import Run
 from dpbench.show.html import charts, data, page
 from dpbench.show.html.data import PageData, labelled
@@ -111,24 +111,6 @@ def test_ratio_needs_a_baseline_in_the_same_run() -> None:
     assert found[["run", "ratio"]].values.tolist() == [["a", 3.0]]
 
 
-def test_peak_memory_is_of_the_basis_of_the_bytes() -> None:
-    counted = [
-        *logical("standard", 3e9),
-        row("standard", "peak_memory_bytes", 6e9, instrument="logical", device=NOWHERE),
-    ]
-    measured = [*dram("standard", 4e9), row("standard", "peak_memory_bytes", 7e9)]
-    assert material(a=measured + counted).peaks.value.tolist() == [7e9]
-    assert material(a=counted).peaks.value.tolist() == [6e9]
-
-
-def test_peak_memory_is_that_of_the_step_and_not_of_its_first_phase() -> None:
-    of = PageData(labelled([("counted", COUNTED)]))
-    peaks = [r for r in COUNTED["rows"] if r["metric"] == "peak_memory_bytes"]
-    whole = {r["trainer"]: r["value"] for r in peaks if r["phase"] == STEP}
-    assert len(whole) < len(peaks)
-    assert dict(zip(of.peaks.trainer, of.peaks.value, strict=True)) == whole
-
-
 def test_case_in_two_runs_is_told_apart_by_the_run() -> None:
     before, after = dram("standard", 2e9), dram("standard", 3e9)
     twice = material(before=before, after=after).step_bytes
@@ -196,14 +178,6 @@ def test_environment_is_one_column_per_run() -> None:
     assert found["gpu memory"][0] == "150.8 GB"
     assert found["versions torch"] == ["2.11.0", COUNTED["environment"]["versions"]["torch"]]
     assert "counted without hardware" in found["rows of logical"][1]
-
-
-def test_every_row_is_there_and_exact() -> None:
-    table = page.every_row(labelled([("grid1", GRID1)]))
-    place = table.headers.index("value")
-    assert [line[place] for line in table.exact] == [r["value"] for r in GRID1["rows"]]
-    assert "trainer" in table.headers
-    assert "precision fp32" in table.title  # the same in all rows: said once
 
 
 def test_no_rows_at_all_make_empty_tables() -> None:

@@ -19,7 +19,7 @@ from tests.show.html.test_html_page import (
 
 
 def test_a_page_without_counts_says_what_it_lacks() -> None:
-    assert {chart.id for chart in draw(ALONE)} == {"ratios", "phases", "times", "time", "memory"}
+    assert {chart.id for chart in draw(ALONE)} == {"ratios", "phases", "times", "time"}
     assert "dpbench run --instrument logical counts them" in cost(ALONE)
 
 

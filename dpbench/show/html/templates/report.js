@@ -89,18 +89,6 @@
     button.addEventListener("click", () => sort(button.parentElement));
   }
 
-  const filter = document.getElementById("filter");
-  filter.addEventListener("input", () => {
-    const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
-    const rows = [...document.getElementById("table-rows").tBodies[0].rows];
-    for (const row of rows) {
-      const text = row.textContent.toLowerCase();
-      row.hidden = !words.every((word) => text.includes(word));
-    }
-    const left = rows.filter((row) => !row.hidden).length;
-    document.getElementById("shown").textContent = words.length ? `${left} rows` : "";
-  });
-
   draw().then(() => {
     root.dataset.drawn = "true";
   });
