@@ -29,6 +29,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 
 import numpy as np
 import torch
@@ -315,8 +316,13 @@ def _repeated_values(draws: Sequence[Draw]) -> Comparisons:
     close = int((torch.erf(_sorted(values) / 2**0.5).diff() <= SAME_RANK).sum())
     share = min(1.02 * (n + 1) * SAME_RANK, 1.0)
     chance = log_chance_of_count(close, n, 0.0, share)
-    message = f"{close} of {n + 1} values repeat (32 bits make up to {n * share:.0f} repeat)"
-    return [Comparison(chance, "", message, message)], 1
+    message = f"{close} of {n + 1} values repeat, expected about {n * share:.0f}"
+    return [Comparison(chance, "", message, message, partial(_limit_of_repeats, n, share))], 1
+
+
+def _limit_of_repeats(n: int, share: float, least: float) -> str:
+    chances = (log_chance_of_count(close, n, 0.0, share) for close in range(n + 1))
+    return f"≤ {sum(1 for _ in takewhile(least.__le__, chances)) - 1}"
 
 
 def joined_noise(draws: Sequence[Draw], name: str) -> Tensor:
