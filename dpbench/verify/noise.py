@@ -29,7 +29,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import takewhile
 
 import numpy as np
 import torch
@@ -321,8 +320,8 @@ def _repeated_values(draws: Sequence[Draw]) -> Comparisons:
 
 
 def _limit_of_repeats(n: int, share: float, least: float) -> str:
-    chances = (log_chance_of_count(close, n, 0.0, share) for close in range(n + 1))
-    return f"≤ {sum(1 for _ in takewhile(least.__le__, chances)) - 1}"
+    more = bisect_right(range(n + 1), -least, key=lambda k: -log_chance_of_count(k, n, 0.0, share))
+    return f"≤ {more - 1}"
 
 
 def joined_noise(draws: Sequence[Draw], name: str) -> Tensor:
