@@ -20,7 +20,7 @@ from torch import Tensor, distributed, nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from dpbench.core.errors import ConfigurationError
+from dpbench.core.errors import ConfigurationError, unknown
 from dpbench.training.base import Batch
 from dpbench.training.fused import GIVEN_UP, FusedTrainer, OwnHook
 from dpbench.training.graphs import codes_in, values_of
@@ -474,6 +474,11 @@ OWN_OPTIONS = ("shuffle", "sampler", "batch_sampler", "drop_last", "dataset")
 
 def check_arguments(dataset: Any, loading: Mapping[str, Any], **named: Any) -> None:
     """Raise if an argument of `make_private` cannot be used."""
+    if wrong := [name for name in OWN_OPTIONS if name in loading]:
+        raise ConfigurationError(f"make_private draws Poisson batches itself: leave out {wrong[0]}")
+    known = {*signature(make_private).parameters, *signature(DataLoader).parameters}
+    if wrong := [name for name in loading if name not in known]:
+        raise unknown("argument of make_private", wrong[0], sorted(known - {"loading"}))
     kept = all(hasattr(dataset, each) for each in ("__len__", "__getitem__"))
     if isinstance(dataset, IterableDataset) or not kept or not len(dataset):
         raise ConfigurationError(
@@ -494,10 +499,6 @@ def check_arguments(dataset: Any, loading: Mapping[str, Any], **named: Any) -> N
     ):  # fmt: skip
         if not right:
             raise ConfigurationError(f"{name} is {named[name]!r}, and must {must}")
-    if wrong := [name for name in OWN_OPTIONS if name in loading]:
-        raise ConfigurationError(f"make_private draws Poisson batches itself: leave out {wrong[0]}")
-    if unknown := [name for name in loading if name not in signature(DataLoader).parameters]:
-        raise ConfigurationError(f"make_private has no argument {unknown[0]}, nor has DataLoader")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not distributed.is_initialized():
         raise ConfigurationError("under torchrun, call torch.distributed.init_process_group first")
 

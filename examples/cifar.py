@@ -1,7 +1,8 @@
 """Train a convolutional network from scratch: privately, by Opacus, or without privacy.
 
-With ``--data FOLDER``, torchvision downloads CIFAR-10 into the folder. Without it, the images are
-made by the script: a pattern for each class, and noise.
+Its images are a pattern for each class, and noise. With ``--data FOLDER``, they are CIFAR-10, which
+torchvision downloads into the folder. Install it from the index that torch is from, for CPUs by
+``pip install torchvision --index-url https://download.pytorch.org/whl/cpu``.
 """
 
 import argparse
@@ -30,7 +31,7 @@ def network() -> nn.Module:
 def images(folder: str | None) -> list[Dataset]:
     """Return the examples for training and for the test."""
     if folder:
-        from torchvision import datasets, transforms
+        from torchvision import datasets, transforms  # --help says how to install it
 
         form = transforms.ToTensor()
         return [datasets.CIFAR10(folder, each, form, download=True) for each in (True, False)]

@@ -21,7 +21,7 @@ import pytest
 import dpbench
 import dpbench.private  # before pytester restores modules: operators are registered only once
 from bench.runs import printed
-from dpbench import Case
+from dpbench import TRAINERS, Case
 from dpbench.commands.cli import build_parser, main
 from tests.logical.layers import count_by_layers
 from tests.plugin import conftest as sessions
@@ -209,6 +209,23 @@ def test_the_page_about_training_runs_in_its_order(
             pytest.importorskip("transformers")
             pytest.importorskip("peft")
         exec(block.text, names)
+
+
+def test_the_trainer_of_the_documents_is_measured_and_passes_verify(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = block_with("CONTRIBUTING.md", "class LoopTrainer")
+    assert trainer.count("\n") < 40
+    (tmp_path / "mytrainers.py").write_text(trainer)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(TRAINERS, "_targets", dict(TRAINERS._targets))
+    shown = (("CONTRIBUTING.md", "dpbench smoke"), ("docs/guide.md", "dpbench verify"))
+    lines = "\n".join(block_with(*each) for each in shown).splitlines()
+    lines = [line for line in lines if ":LoopTrainer" in line]
+    assert [shlex.split(line)[1] for line in lines] == ["smoke", "step", "verify", "verify"]
+    for line in lines:
+        assert main(shlex.split(line)[1:]) == 0, capsys.readouterr()
 
 
 def test_a_change_is_found_as_the_guide_shows(tmp_path: Path) -> None:

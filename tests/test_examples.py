@@ -64,8 +64,10 @@ def test_exec_finds_the_phases_of_private_steps(
     monkeypatch.setattr("dpbench.instruments.script.subprocess", SimpleNamespace(Popen=ProcessHere))
     counting = ["--instrument=logical", "--steps=2", "--skip=1", "--name=cifar"]
     assert main(["exec", *counting, path]) == 0
-    heads = [line.split() for line in capfd.readouterr().out.splitlines() if "backward" in line]
+    shown = capfd.readouterr().out.splitlines()
+    heads = [line.split() for line in shown if "backward" in line]
     assert ["trainer", "forward", "backward", "clip", "optimizer"] in [each[:5] for each in heads]
+    assert "Only cifar: noise in the update." in shown
 
 
 def test_examples_stay_short() -> None:

@@ -671,7 +671,11 @@ REFUSED_ARGUMENTS: dict[str, dict[str, Any]] = {
     "batch_size is 2.5": {"batch_size": 2.5},
     "physical_batch_size is 0": {"physical_batch_size": 0},
     "loss_reduction is 'none', and must be mean or sum": {"loss_reduction": "none"},
-    "make_private has no argument clipping, ": {"clipping": "per_layer"},
+    "unknown argument of make_private 'clipping'": {"clipping": "per_layer"},
+    "'max_grad_nrom'; .* did you mean max_grad_norm?": {
+        "max_grad_norm": None,
+        "max_grad_nrom": 1.0,
+    },
     "dataset with batch_size for its data_loader=": {
         "dataset": DataLoader(TensorDataset(torch.zeros(40, 6)))
     },

@@ -158,7 +158,7 @@ def _choice(frame: pd.DataFrame, batch_size: int, memory: float) -> tuple[str | 
     parts = [
         f"Use `{best.trainer}`: its step should take {best.predicted_seconds * 1e3:.1f} ms, "
         f"{best.predicted_ratio:.2f} times a standard step, with {best.bytes_ratio:.2f} times the "
-        f"bytes and {best.peak_ratio:.2f} times the peak memory"
+        f"counted bytes and {best.peak_ratio:.2f} times the counted peak memory"
     ]
     if best.predicted_ratio < 1 and not best.launch_seconds:
         parts.append("it is shorter because, with CUDA graphs, Python launches no operators")

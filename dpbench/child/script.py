@@ -118,7 +118,7 @@ def _write_down(
         outcome = recorder.outcome(case)
         phases = {row.phase for row in outcome.rows}
         notes = (*outcome.notes, *_notes(finder, recorder, phases))
-        outcome = replace(outcome, notes=notes, examples=finder.examples)
+        outcome = replace(outcome, notes=notes, examples=finder.examples, labels=finder.labels)
         if why := _failure_message(finder, recorder, raised, code):
             outcome = outcome.with_error(CaseFailed(f"{case.id}: {why}"))
     except DpbenchError as error:
@@ -136,7 +136,7 @@ def _failure_message(
     finder: StepFinder, recorder: Recorder, raised: str, code: int | str | None
 ) -> str:
     """Return why the script failed, or why no step was observed; an empty string otherwise."""
-    kept = f"; {recorder.observed} steps were counted until then" if recorder.observed else ""
+    kept = f"; steps counted until then: {recorder.observed}" if recorder.observed else ""
     if raised:
         return f"the script failed with {raised}{kept}"
     if finder.failure is not None:
@@ -154,7 +154,7 @@ def _failure_message(
     if finder.steps:
         enough = max(0, finder.steps - (recorder.wanted or 0))
         return (
-            f"the script ended after {finder.steps} steps, and the first {finder.skip} do not "
+            f"the script's number of steps is {finder.steps}, and the first {finder.skip} do not "
             f"count: let it take more steps, or use --skip {enough}"
         )
     return (

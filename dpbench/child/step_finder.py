@@ -64,6 +64,7 @@ class StepFinder:
         poisson: whether a data loader has a sampler of Poisson batches.
         failure: the error that ended the recording, if any. Afterwards the recorder is not called.
         notes: notes for readers of the measured numbers.
+        labels: where the noise of `make_private` is, if it is in no phase of its own.
         turns: the optimizers and their turns in the training step, see `AlternatingOptimizers`.
         inside: whether the loop is inside a module's call, a backward or the fetching of a batch,
             where no step begins.
@@ -87,6 +88,7 @@ class StepFinder:
         self._fetched = defaultdict[int, list[int | None]](list)  # sizes of batches, by step
         self.failure: Exception | None = None
         self.notes: list[str] = []
+        self.labels: dict[str, str] = {}
         self.turns = AlternatingOptimizers()
         self.inside = False
         self.undo = ExitStack()
@@ -282,6 +284,7 @@ class StepFinder:
         """Begin a step, if none has begun, with a batch that a `FusedTrainer` clips."""
         if self._is_loop_thread() and not (self.inside or self._in_backward):
             self._maybe_begin_step()
+        self.labels = {name: of for name, of in trainer.labels.items() if name == "noise"}
         self.report(self.calls.begin_private, trainer)
 
     def begin_update(self, optimizer: Any = None, private: Sequence[Any] = ()) -> Any:

@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 
 from dpbench import __version__
-from dpbench.core.errors import DpbenchError
+from dpbench.core.errors import DpbenchError, unknown
 from dpbench.core.files import printable
 
 COMMANDS = (
@@ -89,7 +89,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse_arguments(written: Sequence[str]) -> argparse.Namespace:
     # Words after -- are a command of the user.
     end = written.index("--") if "--" in written and written[0] == "bisect" else len(written)
-    options = build_parser("".join(written[:1]), written).parse_args(written[:end])
+    options, rest = build_parser("".join(written[:1]), written).parse_known_args(written[:end])
+    if rest:
+        known = sorted({*options.parser._option_string_actions} - {"-h", "-m"})
+        options.parser.error(str(unknown("argument", rest[0].partition("=")[0], known)))
     options.words = written[end + 1 :]
     return options
 
@@ -146,7 +149,7 @@ def build_parser(command: str = "", words: Sequence[str] = ()) -> argparse.Argum
                     _shorten(described, {*common, "-h", HELP_ALL})
             if command in WITH_INSTRUMENT_OPTIONS:
                 _declare_instrument_options(described, words)
-            described.set_defaults(command=module.run)
+            described.set_defaults(command=module.run, parser=described)
     return parser
 
 

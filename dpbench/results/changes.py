@@ -80,10 +80,22 @@ def grown_memory(before: Run, after: Run, case: Subject) -> list[dict[str, Any]]
     """List the functions whose memory changed most. Memory is taken at the peak of a step.
 
     The entries have the same fields as in `largest_changes`. The list is empty if one of the runs
-    did not record the memory of the case by source line.
+    did not record the memory of the case by source line, or if both have the same peak. If the
+    peaks are in different phases, the list has one entry, for the peak.
     """
     found = _largest(case, _changes(*(_of_memory(run, case) for run in (before, after))), STEP)
-    return [{**each, "name": f"memory of {each['name']}"} for each in found]
+    (old, was), (new, now) = (_peak(run, case) for run in (before, after))
+    if was != now:
+        moved = f"memory at the peak, which moved from {was} to {now}"
+        return [{**each, "phase": STEP, "name": moved, "bytes": new - old} for each in found[:1]]
+    return [{**each, "name": f"memory of {each['name']}"} for each in found if new != old]
+
+
+def _peak(run: Run, case: Subject) -> tuple[float, str]:
+    """Return the largest counted memory of a case's phases, and the phase."""
+    rows = (row for each in run.outcomes if each.case == case for row in each.rows)
+    peaks = (r for r in rows if (r.metric, r.device) == ("peak_memory_bytes", NO_HARDWARE))
+    return max(((row.value, row.phase) for row in peaks if row.phase != STEP), default=(0.0, ""))
 
 
 def operator_changes(

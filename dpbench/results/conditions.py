@@ -28,6 +28,9 @@ from dpbench.results.run import Run
 _NOT_SETTINGS = {"directory", "path", "timeout", "active"}
 """The fields of instruments that have no influence on the measured numbers."""
 
+WORKING_TREE = "the working tree (its uncommitted changes)"
+"""Name of the condition whose values are digests, which tell a reader nothing."""
+
 SAME_SIZE_FLOPS = 0.01
 """Largest relative difference in arithmetic between steps whose batches have the same size."""
 
@@ -105,7 +108,7 @@ def differing_conditions(before: Run, after: Run, *, resumed: bool = False) -> l
         f"the definition of {name}" for name in was if was[name] != now.get(name, was[name])
     ]
     return redefined + [
-        f"{name} {was} -> {now}"
+        name if name == WORKING_TREE else f"{name} {was} -> {now}"
         for name, (was, now) in every.items()
         if was != now and (resumed or not (None in (was, now) or name.startswith("grid's ")))
     ]
@@ -138,7 +141,7 @@ def _conditions(environment: Mapping[str, Any], session: Mapping[str, Any]) -> d
         "GPU": gpu.get("name"),
         "driver": gpu.get("driver"),
         "commit": code.get("commit"),
-        "uncommitted changes": changes and str(changes)[:12],
+        WORKING_TREE: changes,
     }
     named |= {f"grid's {axis}": values for axis, values in session.get("grid", {}).items()}
     for instrument, settings in session.get("settings", {}).items():
@@ -348,7 +351,7 @@ def _judged(standard: Outcome, outcome: Outcome) -> tuple[bool, str]:
             )
         return False, (
             f"{differ}, and mean steps have {of}, which is more than {NEAR:.0%} apart: record more "
-            f"--steps, or use the same batch size"
+            f"--steps, or {SAME_BATCHES}"
         )
     varies = [yes or _excess(o) > SAME_SIZE_FLOPS for yes, o in zip(sampled, both, strict=True)]
     if varies[0] == varies[1]:

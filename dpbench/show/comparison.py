@@ -145,7 +145,8 @@ def grown_text(
 def change_text(change: Mapping[str, Any]) -> str:
     """Write by how many bytes an operator, kernel or function changed, with module and line."""
     sign = "-" if change["bytes"] < 0 else "+"
-    module = f", in {change['module']}" if change["module"] else ""
+    where = "several modules" if change["module"] == "*" else change["module"]
+    module = f", in {'module ' * where[:1].isdigit()}{where}" if where else ""
     line = f" ({change['line']})" if change["line"] else ""
     return f"{change['name']} {sign}{amount(abs(change['bytes']), 'B')}{module}{line}"
 

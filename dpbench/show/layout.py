@@ -75,8 +75,8 @@ class Table:
     def as_text(self, width: int = WIDTH) -> str:
         """Write the table as text, with columns that do not fit into the width in blocks below."""
         blocks = [self._render(block, "simple") for block in self._blocks(width)]
-        notes = [_fill(note, width) for note in self.notes]
-        lines = [_fill(self.title, width), "", "\n\n".join(blocks), *notes]
+        notes = [filled(note, width) for note in self.notes]
+        lines = [filled(self.title, width), "", "\n\n".join(blocks), *notes]
         return printable("\n".join(lines))
 
     def as_markdown(self) -> str:
@@ -112,7 +112,8 @@ def terminal_width() -> int:
     return shutil.get_terminal_size(fallback=(WIDTH, 24)).columns
 
 
-def _fill(text: str, width: int) -> str:
+def filled(text: str, width: int) -> str:
+    """Break a text into lines at spaces only."""
     return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
 
 

@@ -8,7 +8,6 @@ write several runs to one file, but some outputs refuse several runs.
 from __future__ import annotations
 
 import os
-import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -26,7 +25,7 @@ from dpbench.results.outcome import COMPLETE, Outcome, trainer_summary
 from dpbench.results.rows import COLUMNS, STEP
 from dpbench.results.run import Run
 from dpbench.show.comparison import amount
-from dpbench.show.layout import Shown, Table, as_markdown
+from dpbench.show.layout import Shown, Table, as_markdown, filled
 from dpbench.show.profile import kernel_tables, recorded_tables
 from dpbench.show.tables import tables
 from dpbench.show.view import TableOptions
@@ -160,7 +159,7 @@ def memory_table(outcome: Outcome, top: int) -> Table:
     peaks = [row for row in outcome.rows if row.metric == "peak_memory_bytes"]
     peak = max((row for row in peaks if row.phase != STEP), key=lambda row: row.value)
     columns: dict[str, Shown] = {
-        "allocated at": ("line", partial(textwrap.fill, width=LINE_WIDTH)),
+        "allocated at": ("line", partial(filled, width=LINE_WIDTH)),
         "in": ("phase", str),
         "bytes": ("held_bytes", partial(amount, unit="B", beside=peak.value)),
         "share": ("share", "{:.1%}".format),

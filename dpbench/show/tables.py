@@ -355,10 +355,10 @@ def _notes(group: Group, columns: list[Metric], view: TableOptions) -> Iterator[
         if view.baseline == BASELINE_TRAINER:
             yield "No ratio: name the saved run of another script with --baseline NUM or FILE."
     elif ratios and not known.any():
-        one_cell = len(rows[CONFIGURATION].drop_duplicates()) == 1
-        yield f"No ratio: {not_measured} {'this cell' if one_cell else 'these cells'}."
+        one_case = len(rows[CONFIGURATION].drop_duplicates()) == 1
+        yield f"No ratio: {not_measured} {'this case' if one_case else 'these cases'}."
     elif ratios and not known.all():
-        yield f"No ratio for {', '.join(known.index[~known])}: {not_measured} their cells."
+        yield f"No ratio for {', '.join(known.index[~known])}: {not_measured} these cases."
     for metric, (_, high) in view.expected.items():
         ratio_rows = rows[(rows.metric == derived_name(metric)) & (rows.trainer != view.baseline)]
         if metric in ratios and group.phase == STEP and len(ratio_rows):
@@ -426,8 +426,9 @@ def _differing_labels(group: Group, outcomes: Iterable[Outcome]) -> Iterator[str
             for name, value in outcome.labels.items():
                 labels.setdefault(name, {}).setdefault(value, []).append(row)
     for name, values in labels.items():
-        _, *fewer = sorted(values, key=lambda value: -len(values[value]))
-        for value in fewer:
+        ordered = sorted(values, key=lambda value: -len(values[value]))
+        # A trainer's labels are compared with those of others. A script has few labels, or none.
+        for value in ordered[int((rows.workload != SCRIPT).all()) :]:
             yield f"Only {', '.join(dict.fromkeys(values[value]))}: {name} {value}."
 
 

@@ -315,8 +315,13 @@ def _repeated_values(draws: Sequence[Draw]) -> Comparisons:
     close = int((torch.erf(_sorted(values) / 2**0.5).diff() <= SAME_RANK).sum())
     share = min(1.02 * (n + 1) * SAME_RANK, 1.0)
     chance = log_chance_of_count(close, n, 0.0, share)
-    message = f"{close} of {n + 1} values repeat (32 bits make up to {n * share:.0f} repeat)"
-    return [Comparison(chance, "", message, message)], 1
+    message = f"{close} of {n + 1} values repeat, expected about {n * share:.0f}"
+    return [Comparison(chance, "", message, message, partial(_limit_of_repeats, n, share))], 1
+
+
+def _limit_of_repeats(n: int, share: float, least: float) -> str:
+    more = bisect_right(range(n + 1), -least, key=lambda k: -log_chance_of_count(k, n, 0.0, share))
+    return f"≤ {more - 1}"
 
 
 def joined_noise(draws: Sequence[Draw], name: str) -> Tensor:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from itertools import product
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -236,7 +237,7 @@ def check_layer(
         draws = noisy.draws(whole, SIGMA, threshold, NOISE_STEPS)
     except Exception as error:
         why = f"trains no linear layer: {' '.join(str(error).split()) or type(error).__name__}"
-        yield from (Check(name, NOT_JUDGED, "", "", [why[:80]]) for name in names)
+        yield from (Check(name, NOT_JUDGED, "", "", [why]) for name in names)
         return
     yield replace(gradient, name=names[0])
     left = noisy.left_behind(LEFT_STEPS)
@@ -359,7 +360,7 @@ def _added_later(name: str, layer: Verification) -> Check:
         before = [p.detach().clone() for p in trained]
         trainer.train_step(first.batches[0])
     except Exception as error:
-        return Check.judged(name, [], "", f"refused: {' '.join(str(error).split())[:60]}")
+        return Check.judged(name, [], "", f"refused: {shorten(str(error), 60, placeholder=' …')}")
     moved = {str(i): p.detach() - b for i, (p, b) in enumerate(zip(trained, before, strict=True))}
     times = _norm(moved) / threshold
     wrong = [f"a batch moves parameters by {times:.4g} C with a layer that was added later"]

@@ -43,7 +43,7 @@ def test_the_fastest_private_method_is_named_and_the_next_beside_it() -> None:
     assert reason.startswith(
         "Use `dpsgd_fgc`: its step should take 1100.0 ms, 1.10 times a standar"
     )
-    assert "with 1.00 times the bytes and 4.00 times the peak memory" in reason
+    assert "with 1.00 times the counted bytes and 4.00 times the counted peak memory" in reason
     assert reason.endswith("; next is `dpsgd` with 2.20, 1.60 and 1.00 times.")
 
 

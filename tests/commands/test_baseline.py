@@ -92,7 +92,7 @@ def test_a_ratio_needs_the_baseline_along_every_axis(dpbench: Asked) -> None:
     lacking = Case("dpsgd", 4, 8, "50x16x1x2", optimizer="adamw").id
     assert f"of the baseline {lacking} to divide by" in shown
     assert (
-        "No ratio: the 'dpsgd' trainer was not measured for this cell."
+        "No ratio: the 'dpsgd' trainer was not measured for this case."
         in dpbench("show one.json")[1]
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -172,7 +173,11 @@ def test_script_that_goes_on_comes_to_the_end_that_it_would_have_alone(
 @pytest.mark.parametrize(
     ("program", "words", "counted"),
     [
-        (["training.py", "--fails"], "the script failed with ValueError: the data is gone; 2 ", 2),
+        (
+            ["training.py", "--fails"],
+            "the script failed with ValueError: the data is gone; steps counted until then: 2",
+            2,
+        ),
         (["no_step.py"], "took no step that can be found: no torch.optim optimizer stepped", 0),
         (["fork.py"], "took no step that can be found", 0),
         (
@@ -302,6 +307,8 @@ def test_lines_that_hold_the_peak_of_memory_are_shown_saved_and_compared(
     shown = capfd.readouterr().out
     assert "mine: counted memory at the peak, " in shown
     assert "compute_linear_grad_sample" in shown
+    # wider than the column, and not broken
+    assert re.search(r"^opacus/grad_sample/grad_sample_module\.py:\d+ ", shown, re.M)
     lines = parsed(Path("before.json").read_bytes())["memory_lines"]
     [peak] = rows("before.json", "peak_memory_bytes")["mine", "step"]
     assert sum(line["held_bytes"] for line in lines) == peak

@@ -47,3 +47,20 @@ def test_the_nearest_is_named(
     said = capsys.readouterr()
     assert f"did you mean {nearest}?" in " ".join((said.err + said.out).split())
     assert [path.name for path in tmp_path.iterdir()] == ["mine.toml"]
+
+
+@pytest.mark.parametrize(
+    ("words", "nearest"),
+    [
+        (["exec", "--compare-fial=logical_bytes:1%", "train.py"], "--compare-fail"),
+        (["list", "--storge=runs"], "--storage"),
+    ],
+)
+def test_the_nearest_option_is_named_below_the_usage_of_the_command(
+    words: list[str], nearest: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    said = capsys.readouterr().err
+    assert said.startswith(f"usage: dpbench {words[0]} ")
+    assert f"did you mean {nearest}?" in said

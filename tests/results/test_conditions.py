@@ -94,7 +94,7 @@ def test_a_run_that_another_session_has_completed_is_not_resumed() -> None:
         (under(code={"commit": "51", "changes": None}), "commit 4663987 -> 51"),
         (
             under(code={**CODE, "dirty": True, "changes": "ab"}),
-            "uncommitted changes none -> ab",
+            "this session differs: the working tree (its uncommitted changes)",
         ),
         (under(grid="grid2"), "grid's batch_size [8, 16] -> [4, 8]"),
         (
@@ -126,4 +126,5 @@ def test_what_a_document_does_not_say_is_no_difference() -> None:
 
 def test_changes_to_committed_code_are_a_difference() -> None:
     changed = under(code={**CODE, "dirty": True, "changes": "ab"})
-    assert differing_conditions(BEFORE, changed) == ["uncommitted changes none -> ab"]
+    said = ["the working tree (its uncommitted changes)"]
+    assert differing_conditions(BEFORE, changed) == said

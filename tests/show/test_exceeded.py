@@ -40,6 +40,8 @@ def test_a_line_names_the_operator_that_grew_most_with_its_module_and_source_lin
     for changes, words in (
         ([grew, less], "; most by aten.clone +500.0 MB, in blocks.*.up (model.py:24 forward)"),
         ([less], "; most by aten.mul -1.00 kB"),
+        ([less | {"module": "1"}], "; most by aten.mul -1.00 kB, in module 1"),
+        ([less | {"module": "*"}], "; most by aten.mul -1.00 kB, in several modules"),
     ):
         [line] = exceeded_lines(
             [regression(Case("dpsgd", 8, 256), 1e9, 2e9) | {"largest_changes": changes}]

@@ -82,7 +82,7 @@ def test_table_of_several_cells_says_which_of_them_lack_a_baseline() -> None:
     ]
     [table] = viewed(measurements, group_by="device")
     assert table.notes[0] == (
-        "No ratio for dpsgd bs8 seq1024: the 'standard' trainer was not measured for their cells."
+        "No ratio for dpsgd bs8 seq1024: the 'standard' trainer was not measured for these cases."
     )
 
 

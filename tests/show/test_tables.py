@@ -113,7 +113,7 @@ def test_standard_training_alone_has_no_expectation() -> None:
 
 def test_missing_baseline_is_said() -> None:
     said = notes(rows("dpsgd", dram(300 * GB)))
-    assert said == "No ratio: the 'standard' trainer was not measured for this cell."
+    assert said == "No ratio: the 'standard' trainer was not measured for this case."
 
 
 def test_tiny_size_comes_with_a_warning() -> None:

@@ -17,6 +17,7 @@ from dpbench.verify.noise import (
     _along_gradients,
     _deviations,
     _limit_of_correlation,
+    _limit_of_repeats,
     _limits_of_deviation,
     check_noise,
     log_chance_of_correlation,
@@ -54,6 +55,15 @@ def test_a_count_is_never_likelier_than_its_bound() -> None:
         k = min(round(times * n * p), n)
         side = stats.binom.logcdf(k, n, p) if k < n * p else stats.binom.logsf(k - 1, n, p)
         assert side <= log_chance_of_count(k, n, p, p) + 1e-9
+
+
+@pytest.mark.parametrize(("n", "share"), [(100, 0.3), (6929, 0.0033), (131071, 0.06)])
+def test_the_limit_of_repeats_is_the_largest_number_that_passes(n: int, share: float) -> None:
+    least = math.log(1e-7)
+    most = int(_limit_of_repeats(n, share, least).removeprefix("≤ "))
+    assert n * share < most < n
+    assert log_chance_of_count(most, n, 0.0, share) >= least
+    assert log_chance_of_count(most + 1, n, 0.0, share) < least
 
 
 def test_no_element_beyond_4_sigma_of_half_a_million_is_beyond_chance() -> None:

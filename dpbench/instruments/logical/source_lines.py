@@ -143,9 +143,12 @@ def _is_skipped(file: str) -> bool:
 def short_path(file: str) -> str:
     """Return the shortest path of a file from the current directory or a folder of ``sys.path``.
 
-    If no such folder contains the file, returns ``file``.
+    For a file of a package, the folder that contains the package counts as well. If no such folder
+    contains the file, returns ``file``.
     """
     path = Path(file)
     folders = {Path.cwd(), *map(Path, sys.path)} - {Path()}
+    packages = [each for each in path.parents if (each / "__init__.py").exists()]
+    folders |= {outermost.parent for outermost in packages[-1:]}
     shorter = [str(path.relative_to(each)) for each in folders if path.is_relative_to(each)]
     return min(shorter, key=len, default=file)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from dpbench.core.case import Case
 from dpbench.instruments.logical.counter import without_data
 from dpbench.instruments.logical.logical import Logical
 from dpbench.instruments.logical.recorder import LogicalRecorder
+from dpbench.instruments.logical.source_lines import short_path
 from dpbench.results.kernels import OperatorCount
 
 
@@ -110,6 +112,16 @@ def test_a_model_that_cannot_name_its_modules_is_counted_all_the_same() -> None:
     counter.close()
     assert places(tuple(counter.operators), "aten.addmm") == {("Linear", "forward")}
     assert not [note for note in counter.notes if "NOT COUNTED" in note]
+
+
+def test_a_file_of_a_package_is_named_from_the_folder_of_the_package(tmp_path: Path) -> None:
+    inner = tmp_path / "package" / "inner"
+    inner.mkdir(parents=True)
+    for folder in (inner, inner.parent):
+        (folder / "__init__.py").touch()
+    assert short_path(str(inner / "code.py")) == "package/inner/code.py"
+    alone = str(tmp_path / "code.py")
+    assert short_path(alone) == alone
 
 
 def test_trainers_of_dpbench_and_opacus_have_their_own_lines() -> None:
