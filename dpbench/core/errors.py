@@ -94,8 +94,7 @@ def as_instrument_error(error: Exception) -> InstrumentError:
 
 def error_named(name: str) -> type[InstrumentError]:
     """Return the class of `InstrumentError` with a name, or `CaseFailed` if none is known."""
-    named = (kind for kind in subclasses(InstrumentError) if kind.__name__ == name)
-    return next(named, CaseFailed)
+    return next((k for k in subclasses(InstrumentError) if k.__name__ == name), CaseFailed)
 
 
 def subclasses(base: type[T]) -> list[type[T]]:

@@ -97,9 +97,6 @@ def test_memory_that_cuda_graphs_keep_counts_though_no_tensor_holds_it() -> None
     assert held_by_graphs([ordinary], 0) == 0
 
 
-# --- steps that a GradScaler skips ---------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("precision", "operations"), [("fp32", "ieee"), ("tf32", "tf32")])
 def test_a_precision_that_a_module_set_for_all_is_not_that_of_a_case(
     precision: str, operations: str

@@ -39,7 +39,7 @@ def test_it_is_saved_judged_drawn_and_compared(
     first = project(*CHOSEN, "--dpbench-save=first", replayed=False)
     first.assert_outcomes(passed=1, xfailed=1)
     assert main(["show", "1", "--html=report.html"]) == 0
-    assert "energy_joules" in Path("report.html").read_text()
+    assert "energy J" in Path("report.html").read_text()
 
     write(pytester.path, joules=3.0)
     limit = "--dpbench-compare-fail=energy_joules:5%"

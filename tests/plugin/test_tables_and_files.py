@@ -110,7 +110,7 @@ def check_files(folder: Path) -> None:
     dram = [
         float(row["value"])
         for row in rows
-        if row["phase"] == "step" and row["metric"].startswith("dram_")
+        if row["phase"] == "step" and row["metric"] == "dram_bytes"
     ]
     markdown = (folder / "out/run.md").read_text(encoding="utf-8")
     assert (folder / "out/also.md").read_text(encoding="utf-8") == markdown

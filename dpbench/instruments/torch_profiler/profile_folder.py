@@ -27,8 +27,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import numpy as np
-
 from dpbench.core.case import OUTSIDE
 from dpbench.core.errors import InstrumentError
 from dpbench.core.files import check_writable
@@ -231,6 +229,8 @@ def _communication(
     A gloo collective belongs to the phase in which it starts. An NCCL kernel belongs to the phase
     in which the CPU launched it.
     """
+    import numpy as np  # no measured process needs it
+
     if on_gpu := _on_device(by_category):
         collectives = [event for event in on_gpu if event["name"].startswith(NCCL)]
         others = [event for event in on_gpu if not event["name"].startswith(NCCL)]

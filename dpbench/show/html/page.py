@@ -17,6 +17,7 @@ from plotly.offline import get_plotlyjs
 
 from dpbench.core.errors import ConfigurationError
 from dpbench.core.files import printable
+from dpbench.core.metrics import METRICS
 from dpbench.core.subject import Subject, subject_from
 from dpbench.results.changes import kernel_changes, operator_changes
 from dpbench.results.conditions import differing_conditions
@@ -37,7 +38,7 @@ from dpbench.show.html.figures import NAMES, Chart, cells, times
 from dpbench.show.layout import ABSENT, Shown, Table, gigabytes, step_milliseconds, written
 from dpbench.show.outputs import labels_of, trainer_table
 from dpbench.show.profile import kernel_tables, recorded_tables
-from dpbench.show.view import TableOptions, column, shown_by_default
+from dpbench.show.view import TableOptions, column
 
 MOST = 20
 """The most lines in a table of kernels."""
@@ -158,11 +159,14 @@ def trainers(runs: Sequence[Run]) -> Table:
 
 
 def steps(data: PageData) -> Table:
-    """Make the table of whole steps. Measured and counted numbers of a case have separate lines."""
-    step = data.summary[data.summary.phase == STEP]
-    wide = pivot(step, "metric")
+    """Make the table of whole steps. Measured and counted numbers of a case have separate lines.
+
+    All metrics that a project or a package adds are columns.
+    """
+    wide = pivot(data.summary[data.summary.phase == STEP], "metric")
     numbers: dict[str, Shown] = {}
-    usual = [*shown_by_default(logical=False), *shown_by_default(logical=True)]
+    every, ours = METRICS.every().values(), METRICS.built_in
+    usual = [m for m in every if "value" in m.shown or not (m.of or m.name in ours)]
     listed = dict.fromkeys(c for c in (*usual, column("samples_per_second")) if c.name in wide)
     for shown in sorted(listed, key=lambda shown: shown.kind != "ratio"):
         header = shown.heading.replace("\n", " ").replace("mem.", "memory")
