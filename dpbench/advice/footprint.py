@@ -212,14 +212,26 @@ def steps_of(case: Case) -> Iterator[Case]:
 
 
 def equal_layers(case: Case) -> int:
-    """Return the number of a transformer's layers if they are known to be equal; otherwise 0."""
+    """Return the number of a model's layers if they are known to be equal; otherwise 0."""
+    # Only the processes that count import torch.
+    from dpbench.child.build import workload_of
+
     by_number = re.search(r"\d", case.trainable) and not lora_rank(case.trainable)
-    known = is_builtin(case) and case.workload == TRANSFORMER and case.model == "simple"
-    return case.size.layers if known and case.gpus == 1 and not by_number else 0
+    if by_number or case.gpus > 1 or not is_builtin(case):
+        return 0
+    if case.workload == TRANSFORMER:
+        return case.size.layers if case.model == "simple" else 0
+    config = getattr(workload_of(case), "config", None)
+    kinds = {*(getattr(config, "layer_types", None) or ())}
+    lists = [n for n, each in vars(config or case).items() if isinstance(each, list) and each]
+    alike = len(kinds) < 2 and {*lists} <= {"layer_types", "architectures"}
+    return getattr(config, "num_hidden_layers", 0) if alike else 0
 
 
 def with_layers(case: Case, number: int) -> Case:
     """Return the same case with another number of layers."""
+    if case.workload != TRANSFORMER:
+        return replace(case, set={**case.parameters, "num_hidden_layers": number})
     size = case.size
     return replace(case, model_size=f"{size.vocabulary}x{size.hidden}x{number}x{size.heads}")
 
