@@ -29,11 +29,12 @@ PLACES = {
         for file in ("h100-ranks-ddp-256", "h100-ranks-fsdp2-256")
         for precision in ("fp32", "bf16")
     ],
+    "8b": [Place("ranks-8b-4096", precision="bf16")],
 }
 """Runs on two GPUs, by table. The batch size in a cell is the sum over both ranks."""
 
 TRAINERS = dict.fromkeys(PLACES, ("dpsgd", "dpsgd_ghost", "fused"))
-TRAINERS["fsdp2"] = ("dpsgd_ghost", "fused")
+TRAINERS |= {"fsdp2": ("dpsgd_ghost", "fused"), "8b": ("fused",)}
 """Private trainers in the rows of each table."""
 
 
@@ -41,6 +42,8 @@ def head(place: Place) -> str:
     """Return the heading of the column for a `Place`."""
     if place.file.startswith("h100"):
         return f"{'FSDP2' if 'fsdp2' in place.file else 'DDP'}, {place.precision}"
+    if not place.cell:
+        return f"FSDP2, 1 × {place.file.rpartition('-')[2]} a rank, {place.precision}"
     lora = "LoRA, " if place.file == "ranks-lora" else ""
     return f"{lora}4 × {place.cell.partition('x')[2]} a rank, {place.precision}"
 
