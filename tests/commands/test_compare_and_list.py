@@ -232,10 +232,7 @@ def test_columns_are_metrics_and_phases(
 def test_runs_that_name_trainers_of_before_are_still_shown_and_compared(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["show", str(RESULTS / "h200-opacus-changes.json.xz")]) == 0
-    assert "\nlean:changes=kept " in capsys.readouterr().out
-    run = str(RESULTS / "h100-adamw-1024.json.xz")
-    assert main(["compare", run, run]) == 0
-    shown = capsys.readouterr().out
-    assert "\nlean " in shown
-    assert "\nghost_lean " in shown
+    run = str(RESULTS / "h200-opacus-changes.json.xz")
+    for command in (["show", run], ["compare", run, run]):
+        assert main(command) == 0
+        assert "\nlean:changes=kept " in capsys.readouterr().out

@@ -175,7 +175,7 @@ def test_bytes_explain_a_part_of_what_privacy_costs_in_time() -> None:
     assert {name: tuple(row) for name, *row in percent.itertuples()} == {
         "dpsgd": (11, 59),
         "dpsgd_fgc": (11, 50),
-        "dpsgd_ghost": (6, 31),
+        "dpsgd_ghost": (7, 31),
     }
 
 
