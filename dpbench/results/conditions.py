@@ -110,7 +110,7 @@ def differing_conditions(before: Run, after: Run, *, resumed: bool = False) -> l
         f"the definition of {name}" for name in was if was[name] != now.get(name, was[name])
     ]
     return redefined + [
-        _whose({before.name: was, after.name: now})
+        _whose((before.name, was), (after.name, now))
         if name == UNCOMMITTED
         else f"{name} {was} -> {now}"
         for name, (was, now) in every.items()
@@ -118,9 +118,9 @@ def differing_conditions(before: Run, after: Run, *, resumed: bool = False) -> l
     ]
 
 
-def _whose(changes: Mapping[str, Any]) -> str:
-    """Return a phrase on uncommitted changes that differ, from their digests by the run's name."""
-    names = [name for name, digest in changes.items() if digest not in (None, NONE)]
+def _whose(*changes: tuple[str, Any]) -> str:
+    """Return a phrase on uncommitted changes that differ, from pairs of a run and their digest."""
+    names = [name for name, digest in changes if digest not in (None, NONE)]
     if not names:
         return f"{UNCOMMITTED} are not known"
     return f"{'different ' * (len(names) > 1)}{UNCOMMITTED} in the code of {' and '.join(names)}"
