@@ -24,11 +24,6 @@ PLACES = {
     "ddp": by_length("ranks-ddp"),
     "fsdp2": by_length("ranks-fsdp2"),
     "ddp_lora": [*by_length("ranks-ddp"), Place("ranks-lora", "8x1024", "bf16")],
-    "h100": [
-        Place(file, "8x256", precision)
-        for file in ("h100-ranks-ddp-256", "h100-ranks-fsdp2-256")
-        for precision in ("fp32", "bf16")
-    ],
     "8b": [Place("ranks-8b-4096", precision="bf16")],
 }
 """Runs on two GPUs, by table. The batch size in a cell is the sum over both ranks."""
@@ -40,8 +35,6 @@ TRAINERS |= {"fsdp2": ("dpsgd_ghost", "fused"), "8b": ("fused",)}
 
 def head(place: Place) -> str:
     """Return the heading of the column for a `Place`."""
-    if place.file.startswith("h100"):
-        return f"{'FSDP2' if 'fsdp2' in place.file else 'DDP'}, {place.precision}"
     if not place.cell:
         return f"FSDP2, 1 × {place.file.rpartition('-')[2]} a rank, {place.precision}"
     lora = "LoRA, " if place.file == "ranks-lora" else ""
@@ -124,6 +117,7 @@ LLAMA_8B = (
     "hidden_size=4096,intermediate_size=14336,model_type=llama,num_attention_heads=32,"
     "num_hidden_layers=32,num_key_value_heads=8,seq_len={},vocab_size=128256"
 )
+GPUS_8B = 2, 4, 8, 64
 CELLS_8B = {
     "FSDP2, 1 × 4096": ("fsdp2", 4096, "dpsgd_ghost", "fused"),
     "FSDP2, 1 × 16384": ("fsdp2", 16384, "dpsgd_ghost", "fused"),
@@ -146,7 +140,7 @@ def ranks_8b() -> str:
     rows = []
     for name, (parallel, length, *trainers) in CELLS_8B.items():
         standard, *private = (
-            [of_8b(parallel, length, gpus, trainer) for gpus in (4, 8, 64)]
+            [of_8b(parallel, length, gpus, trainer) for gpus in GPUS_8B]
             for trainer in ("standard", *trainers)
         )
         shown = [joined((number / 1e9 for number in each), 1) for each in standard]
@@ -154,4 +148,5 @@ def ranks_8b() -> str:
         for trainer, counted in zip(trainers, private, strict=True):
             pairs = zip(counted, standard, strict=True)
             rows.append([trainer, *(joined(map(truediv, *pair)) for pair in pairs)])
-    return markdown(["logical bytes, peak memory, sent", "4 GPUs", "8 GPUs", "64 GPUs"], rows)
+    heads = (f"{gpus} GPUs" for gpus in GPUS_8B)
+    return markdown(["logical bytes, peak memory, sent", *heads], rows)

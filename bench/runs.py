@@ -31,8 +31,8 @@ LAYERS = 24
 
 
 def file_of(name: str) -> str:
-    """Return the name of a measured run's file. Without the prefix ``h100-``, adds ``h200-``."""
-    return f"{name}.json.xz" if name.startswith("h100-") else f"h200-{name}.json.xz"
+    """Return the name of a measured run's file."""
+    return f"h200-{name}.json.xz"
 
 
 def path_of(name: str) -> Path:
