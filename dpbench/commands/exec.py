@@ -189,6 +189,8 @@ def run(options: argparse.Namespace) -> int:
             )  # a failed run must not become a reference
             complete = not failed and {*cases} <= {outcome.case for outcome in outcomes}
             session.finish(complete=complete)
+            if session.comparison:
+                session.notes += _other_name(session.reference, case)
             if baseline:
                 session.notes += _baseline_notes(baseline, session.begun)
             show(session, "exec")
@@ -321,6 +323,16 @@ def _standards(
             f"here it is {case.batch_size or 'not given'}; pass the same --batch-size to both runs"
         )
     return shared
+
+
+def _other_name(reference: Run, case: Script) -> Iterator[str]:
+    """Yield a note if a reference has scripts, but none with the name of this script."""
+    scripts = dict.fromkeys(
+        o.case.trainer for o in reference.outcomes if isinstance(o.case, Script)
+    )
+    if scripts and case.trainer not in scripts:
+        names = " and ".join(scripts)
+        yield f"{reference.name} has {names}: if {case.trainer} is the same, name it with --name"
 
 
 def _baseline_notes(baseline: Run, here: Run) -> Iterator[str]:

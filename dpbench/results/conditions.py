@@ -28,8 +28,10 @@ from dpbench.results.run import Run
 _NOT_SETTINGS = {"directory", "path", "timeout", "active"}
 """The fields of instruments that have no influence on the measured numbers."""
 
-WORKING_TREE = "the working tree (its uncommitted changes)"
-"""Name of the condition whose values are digests, which tell a reader nothing."""
+UNCOMMITTED = "uncommitted changes"
+"""Name of the condition whose values are digests, which tell a reader nothing, or `NONE`."""
+
+NONE = "none"
 
 SAME_SIZE_FLOPS = 0.01
 """Largest relative difference in arithmetic between steps whose batches have the same size."""
@@ -108,10 +110,20 @@ def differing_conditions(before: Run, after: Run, *, resumed: bool = False) -> l
         f"the definition of {name}" for name in was if was[name] != now.get(name, was[name])
     ]
     return redefined + [
-        name if name == WORKING_TREE else f"{name} {was} -> {now}"
+        _whose((before.name, was), (after.name, now))
+        if name == UNCOMMITTED
+        else f"{name} {was} -> {now}"
         for name, (was, now) in every.items()
         if was != now and (resumed or not (None in (was, now) or name.startswith("grid's ")))
     ]
+
+
+def _whose(*changes: tuple[str, Any]) -> str:
+    """Return a phrase on uncommitted changes that differ, from pairs of a run and their digest."""
+    names = [name for name, digest in changes if digest not in (None, NONE)]
+    if not names:
+        return f"{UNCOMMITTED} are not known"
+    return f"{'different ' * (len(names) > 1)}{UNCOMMITTED} in the code of {' and '.join(names)}"
 
 
 def _conditions_of_all_parts(run: Run) -> dict[str, Any]:
@@ -133,7 +145,7 @@ def _conditions(environment: Mapping[str, Any], session: Mapping[str, Any]) -> d
     """Return the conditions of one part of a run by name. Unknown conditions are None."""
     gpu = environment.get("gpu") or {}
     code = environment.get("code") or {}
-    changes = code.get("changes") or ("none" if code.get("dirty") is False else None)
+    changes = code.get("changes") or (NONE if code.get("dirty") is False else None)
     named = {
         "Python": environment.get("python"),
         **environment.get("versions", {}),
@@ -141,7 +153,7 @@ def _conditions(environment: Mapping[str, Any], session: Mapping[str, Any]) -> d
         "GPU": gpu.get("name"),
         "driver": gpu.get("driver"),
         "commit": code.get("commit"),
-        WORKING_TREE: changes,
+        UNCOMMITTED: changes,
     }
     named |= {f"grid's {axis}": values for axis, values in session.get("grid", {}).items()}
     for instrument, settings in session.get("settings", {}).items():

@@ -107,6 +107,19 @@ def test_another_file_is_another_subject_unless_it_is_named(
     assert main([*EXEC, LIMIT, "-m", "a.train"]) == 2  # by another name, too
 
 
+def test_the_name_of_the_reference_s_script_is_said_if_it_is_another(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    write("b/train.py")
+    assert main([*EXEC, "--name=train", "--json=bytes.json", "b/train.py"]) == 0
+    compared = [*EXEC, LIMIT, "--compare=bytes.json"]
+    assert main([*compared, "b/train.py"]) == 1
+    remedy = "if b/train is the same, name it with --name"
+    assert f"bytes has train: {remedy}" in capfd.readouterr().err
+    assert main([*compared, "--name=train", "b/train.py"]) == 0
+    assert "name it" not in capfd.readouterr().err
+
+
 @pytest.mark.slow
 def test_batches_of_different_sizes_are_said_where_a_limit_or_ratio_uses_them(
     capfd: pytest.CaptureFixture[str],

@@ -94,7 +94,7 @@ def test_a_run_that_another_session_has_completed_is_not_resumed() -> None:
         (under(code={"commit": "51", "changes": None}), "commit 4663987 -> 51"),
         (
             under(code={**CODE, "dirty": True, "changes": "ab"}),
-            "this session differs: the working tree (its uncommitted changes)",
+            "this session differs: uncommitted changes in the code of this session",
         ),
         (under(grid="grid2"), "grid's batch_size [8, 16] -> [4, 8]"),
         (
@@ -124,7 +124,17 @@ def test_what_a_document_does_not_say_is_no_difference() -> None:
     assert differing_conditions(full, older) == []
 
 
-def test_changes_to_committed_code_are_a_difference() -> None:
-    changed = under(code={**CODE, "dirty": True, "changes": "ab"})
-    said = ["the working tree (its uncommitted changes)"]
-    assert differing_conditions(BEFORE, changed) == said
+def test_changes_to_committed_code_are_named_by_the_run_that_had_them() -> None:
+    one, two = (under(code={**CODE, "dirty": True, "changes": each}) for each in ("ab", "cd"))
+    of = "uncommitted changes in the code of"
+    assert differing_conditions(BEFORE, one) == [f"{of} this session"]
+    assert differing_conditions(broken_off(one), under()) == [f"{of} 0001_first"]
+    said = [f"different {of} 0001_first and this session"]
+    assert differing_conditions(broken_off(one), two) == said
+
+
+def test_changes_that_only_one_run_can_know_of_are_not_known() -> None:
+    unknown = under(code={"commit": "4663987"})
+    assert differing_conditions(BEFORE, unknown) == []
+    said = ["uncommitted changes are not known"]
+    assert differing_conditions(BEFORE, unknown, resumed=True) == said
