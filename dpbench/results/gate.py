@@ -203,15 +203,20 @@ class Gate:
         judged, unjudged = list[dict[str, Any]](), list[Unjudged]()
         with METRICS.including(self.after.metrics, self.before.metrics):
             for limit in limits:
-                about = self._about(limit)
-                rows = about.dropna(subset=["before", "after"])
-                for row in rows[[*CHANGES, "of"]].to_dict("records"):
-                    allowed, regressed = limit.exceeded(row["before"], row["after"])
-                    verdict = {"limit": allowed, "regressed": regressed, "threshold": str(limit)}
-                    named = {str(name): value for name, value in row.items()}
-                    judged.append({**named, **verdict, "reference": self.before.name})
-                cases = [*self._unjudged_cases(limit, about)]
-                unjudged += cases if cases or idle else self._idle(limit)
+                reasons: dict[str, dict[str, None]] = {}
+                compared = len(judged)
+                for case, row in _by_case(self._about(limit)):
+                    if why := self._why_not(case, row):
+                        reasons.setdefault(why, {})[case.id] = None
+                    if not (pd.isna(row["before"]) or pd.isna(row["after"])):
+                        allowed, exceeded = limit.exceeded(row["before"], row["after"])
+                        verdict = {"limit": allowed, "regressed": None if why else exceeded}
+                        named = {name: row[name] for name in (*CHANGES, "of")} | verdict
+                        against = {"threshold": str(limit), "reference": self.before.name}
+                        judged.append(named | against)
+                unjudged += [Unjudged(str(limit), [*ids], why) for why, ids in reasons.items()]
+                if not (reasons or idle or len(judged) > compared):
+                    unjudged += self._idle(limit)
             unjudged += self._without_rows() if limits else ()
             if limits and self.after.status != COMPLETE and self.asked is None:
                 counted = f"{len(self.after.outcomes)} of {self.after.cases_asked or 'its'} cases"
@@ -239,14 +244,6 @@ class Gate:
     def compared(self) -> pd.DataFrame:
         """The numbers that were asked for in both runs, see `pairs`."""
         return pairs(self.before, self.after, self.asked, across=self.across)
-
-    def _unjudged_cases(self, limit: Limit, about: pd.DataFrame) -> Iterator[Unjudged]:
-        """Yield the cases for which a limit could not be checked, grouped by reason."""
-        cases: dict[str, dict[str, None]] = {}
-        for case, row in _by_case(about):
-            if why := self._why_not(case, row):
-                cases.setdefault(why, {})[case.id] = None
-        yield from (Unjudged(str(limit), [*names], why) for why, names in cases.items())
 
     def _idle(self, limit: Limit) -> list[Unjudged]:
         """Return an entry without cases if the reference has no number for a limit in any case.
