@@ -31,7 +31,7 @@ from dpbench.results.conditions import (
     ratio_notes,
 )
 from dpbench.results.kernels import ELSEWHERE, NO_FLOPS, NOT_COUNTED, STEP_LOST
-from dpbench.results.limits import Judgement, Limit, Unjudged, listed
+from dpbench.results.limits import RENEW, Judgement, Limit, Unjudged, listed
 from dpbench.results.outcome import COMPLETE
 from dpbench.results.rows import NO_HARDWARE, NUMBER, STEP
 from dpbench.results.run import Run
@@ -246,17 +246,19 @@ class Gate:
         return pairs(self.before, self.after, self.asked, across=self.across)
 
     def _idle(self, limit: Limit) -> list[Unjudged]:
-        """Return an entry without cases if the reference has no number for a limit in any case.
+        """Return an entry without cases for a limit that was checked for no number.
 
-        With `first_run_ok`, do so only if the new run lacks the number, too.
+        With `first_run_ok`, accept this if only the reference lacks the number.
         """
         about = self._about(limit)
-        if about.before.notna().any() or (self.first_run_ok and not about.empty):
-            return []
         where = f"in phase {limit.phase}" if limit.phase != STEP else "of the step"
-        nothing = f"{self.before.name} has no {limit.metric} {where} for any requested case"
+        why = f"{self.before.name} has no {limit.metric} {where} for any requested case"
+        if about.before.notna().any():
+            why = "each test that measures it has its own limits"
+        elif self.first_run_ok and not about.empty:
+            return []
         other = other_baseline(self.before, self.after) if limit.of else ""
-        return [Unjudged(str(limit), [], other or nothing)]
+        return [Unjudged(str(limit), [], other or why)]
 
     def _without_rows(self) -> Iterator[Unjudged]:
         """Yield an entry with what was asked for and has an outcome, but no number in any run."""
@@ -288,7 +290,9 @@ class Gate:
             return ""
         devices = self.before.places.get((case, row["instrument"]), ())
         if not devices or not (self.across or row["device"] in devices):
-            return "" if self.asked is None else f"{self.before.name} has no number to compare with"
+            remedy = "" if self.before.frame.empty else f"; {RENEW}"
+            lacks = f"{self.before.name} has no number to compare with{remedy}"
+            return "" if self.asked is None else lacks
         return self._lacking(self.before, case, row)
 
     def _other_batches(self, case: Subject, row: Mapping[str, Any]) -> str:

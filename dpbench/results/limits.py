@@ -39,6 +39,8 @@ _SCALES = {
 _NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _SPEC = re.compile(rf"([^:@]+)(?:@([^:@]+))?:(±|\+-)?\s*({_NUMBER}[^\d+]*)(?:\+({_NUMBER}.*))?")
 
+RENEW = "if this is meant, write the reference anew"
+
 VARYING = ("_seconds", "_cycles", "_per_second", "_hz", "_joules", "_watts", "_share")
 """Suffixes of metrics that vary between runs of the same code on the same machine. These metrics
 are times, cycles, rates, clocks, energy, power and shares."""
