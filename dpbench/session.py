@@ -32,7 +32,7 @@ from dpbench.core.settings import Settings
 from dpbench.core.subject import Asked, Subject, subject_from
 from dpbench.instruments.interface import Instrument
 from dpbench.results.conditions import automatic_name, environment, merge_interrupted, new_run
-from dpbench.results.limits import Judgement, Limit, Unjudged
+from dpbench.results.limits import RENEW, Judgement, Limit, Unjudged
 from dpbench.results.outcome import COMPLETE, INTERRUPTED, Outcome
 from dpbench.results.outcome import document as as_document
 from dpbench.results.rows import NO_HARDWARE
@@ -253,8 +253,11 @@ class Session:
             texts: the limits of the test's marker, or None if those on the command line apply.
 
         Returns:
-            What the limits say, which all processes will know, or None if nothing has a limit.
+            What the limits say, which all processes will know, or None if nothing has a limit or
+            the session compares nothing.
         """
+        if not self.settings.compares:
+            return None
         limits = self.limits if texts is None else [*map(Limit.parse, texts)]
         requests = [r for r in self.store.requests if r.test == test and r.params is not None]
         asked = {key for request in requests for key in request.asked}
@@ -268,10 +271,10 @@ class Session:
         found = [self.store.outcome(case, names) for names in by for case in cases]
         outcomes = [outcome for outcome in found if outcome]
         run = Run.of("this session", outcomes, {}, self.begun.session)
-        judgement = self.references.judge(run, asked, limits, idle=texts is None)
-        if lost:
-            why = "the test does not measure it now"
-            judgement.unjudged.append(Unjudged("a limit", sorted(case.id for case in lost), why))
+        judgement = self.references.judge(run, asked, limits, idle=texts is None or bool(lost))
+        if names := sorted(case.id for case in lost):
+            why = f"the test does not measure it now; {RENEW}"
+            judgement.unjudged.extend(Unjudged(str(limit), names, why) for limit in limits)
         self.store.tell_judged(texts, asked, judgement)
         return judgement
 
@@ -285,8 +288,18 @@ class Session:
             outcomes, judgements = self.store.outcomes(), self.store.judgements
             self._checked = len(outcomes)
             left = self._never_judged()
-            if (self.settings.compares and (outcomes or self.limits)) or judgements or left:
+            if not self.settings.compares:
+                self.notes += self._not_compared()
+            elif outcomes or self.limits or judgements or left:
                 self._compare(outcomes, [*judgements], left, complete=complete)
+
+    def _not_compared(self) -> Iterator[str]:
+        """Yield a note on markers, whose limits are checked only if the session compares."""
+        marked = {request.test for request in self.store.requests if request.limits}
+        if (count := len(marked)) and not self.settings.disable:
+            tests = f"{count} test{'s' * (count > 1)}"
+            option = self.settings.option("compare")
+            yield f"limits of {tests} were not checked, because nothing was compared: add {option}"
 
     def _never_judged(self) -> dict[tuple[str, Limits], list[tuple[Subject, str]]]:
         """Return what was asked for and never judged, by the test and the limits of its marker.
@@ -343,7 +356,11 @@ class Session:
                 f"checked for every requested case"
             )
         else:
-            merged.unjudged.extend(self.references.idle(gate, self.limits, merged))
+            general = [key for r in self.store.requests if r.limits is None for key in r.asked]
+            accepted = replace(gate, asked={*self._planned, *general}).numbers
+            idle = [limit for limit in self.limits if not (gate.first_run_ok and accepted(limit))]
+            within = replace(gate, asked={*self._asked})
+            merged.unjudged.extend(self.references.idle(within, idle, merged))
         changed = gate.compare()
         notes = [*self.references.notes(self.reference, self._asked, merged), *changed.notes]
         self.comparison = Comparison(

@@ -88,7 +88,8 @@ def run(options: argparse.Namespace) -> int:
         groups = rows.groupby([*AXES, *NUMBER[1:]], sort=False)
         tables = [_table(entries, group.to_dict("records"), limit) for _, group in groups]
     if not tables:
-        raise ConfigurationError(f"{where} has no {limit.metric}@{limit.phase}")
+        number = f"{where} has no {limit.metric}@{limit.phase}"
+        raise ConfigurationError(number if entries else f"no runs in {where}")
     # Lines are not wrapped, so that other programs can read them.
     print("\n\n".join(table.as_text(width=1000) for table in tables))
     return 0

@@ -29,8 +29,8 @@ FIXTURES = (*NEEDS, "logical_io")
 
 MARKER = (
     "dpbench(compare_fail=[...]): limits for this test, which replace the limits of "
-    "--dpbench-compare-fail; an empty list means no limits. Without --dpbench-compare, the "
-    "reference run is the latest complete run"
+    "--dpbench-compare-fail; an empty list means no limits. They are checked only if "
+    "--dpbench-compare or --dpbench-compare-fail is given"
 )
 
 

@@ -235,8 +235,12 @@ class WholeSession:
             self._show_tables(terminalreporter, outcomes)
         for note in session.notes:
             say(f"dpbench: {printable(note)}")
+        whole = terminalreporter.config.option.tbstyle not in ("no", "line")
+        failures = terminalreporter.getreports("failed") if whole else ()
+        shown = {line for report in failures for line in report.longreprtext.splitlines()}
         for problem in session.problems:
-            say(f"ERROR: dpbench: {problem}", red=True)
+            if f"dpbench: {problem}" not in shown and problem not in shown:
+                say(f"ERROR: dpbench: {problem}", red=True)
 
     def _show_tables(
         self, terminalreporter: pytest.TerminalReporter, outcomes: Sequence[Outcome]

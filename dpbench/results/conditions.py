@@ -317,10 +317,11 @@ def other_sizes(before: Iterable[Outcome], after: Iterable[Outcome]) -> Iterator
         more = max(map(_excess, (old, new)))
         if old.case == new.case and more > SAME_SIZE_FLOPS and _sizes(old) != _sizes(new):
             what = "examples" if new.examples else "arithmetic in forward"
+            steps = "" if POISSON in new.notes else ", or record more --steps"
             yield (
                 f"{new.case.id}: the runs had batches of other sizes: one step has up to "
                 f"{more:.0%} more {what} than another, and numbers are means over the steps; "
-                f"{SAME_BATCHES}, or record more --steps"
+                f"{SAME_BATCHES}{steps}"
             )
 
 

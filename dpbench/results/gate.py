@@ -31,7 +31,7 @@ from dpbench.results.conditions import (
     ratio_notes,
 )
 from dpbench.results.kernels import ELSEWHERE, NO_FLOPS, NOT_COUNTED, STEP_LOST
-from dpbench.results.limits import Judgement, Limit, Unjudged, listed
+from dpbench.results.limits import RENEW, Judgement, Limit, Unjudged, listed
 from dpbench.results.outcome import COMPLETE
 from dpbench.results.rows import NO_HARDWARE, NUMBER, STEP
 from dpbench.results.run import Run
@@ -203,15 +203,20 @@ class Gate:
         judged, unjudged = list[dict[str, Any]](), list[Unjudged]()
         with METRICS.including(self.after.metrics, self.before.metrics):
             for limit in limits:
-                about = self._about(limit)
-                rows = about.dropna(subset=["before", "after"])
-                for row in rows[[*CHANGES, "of"]].to_dict("records"):
-                    allowed, regressed = limit.exceeded(row["before"], row["after"])
-                    verdict = {"limit": allowed, "regressed": regressed, "threshold": str(limit)}
-                    named = {str(name): value for name, value in row.items()}
-                    judged.append({**named, **verdict, "reference": self.before.name})
-                cases = [*self._unjudged_cases(limit, about)]
-                unjudged += cases if cases or idle else self._idle(limit)
+                reasons: dict[str, dict[str, None]] = {}
+                compared = len(judged)
+                for case, row in _by_case(self._about(limit)):
+                    if why := self._why_not(case, row):
+                        reasons.setdefault(why, {})[case.id] = None
+                    if not (pd.isna(row["before"]) or pd.isna(row["after"])):
+                        allowed, exceeded = limit.exceeded(row["before"], row["after"])
+                        verdict = {"limit": allowed, "regressed": None if why else exceeded}
+                        named = {name: row[name] for name in (*CHANGES, "of")} | verdict
+                        against = {"threshold": str(limit), "reference": self.before.name}
+                        judged.append(named | against)
+                unjudged += [Unjudged(str(limit), [*ids], why) for why, ids in reasons.items()]
+                if not (reasons or idle or len(judged) > compared):
+                    unjudged += self._idle(limit)
             unjudged += self._without_rows() if limits else ()
             if limits and self.after.status != COMPLETE and self.asked is None:
                 counted = f"{len(self.after.outcomes)} of {self.after.cases_asked or 'its'} cases"
@@ -240,26 +245,20 @@ class Gate:
         """The numbers that were asked for in both runs, see `pairs`."""
         return pairs(self.before, self.after, self.asked, across=self.across)
 
-    def _unjudged_cases(self, limit: Limit, about: pd.DataFrame) -> Iterator[Unjudged]:
-        """Yield the cases for which a limit could not be checked, grouped by reason."""
-        cases: dict[str, dict[str, None]] = {}
-        for case, row in _by_case(about):
-            if why := self._why_not(case, row):
-                cases.setdefault(why, {})[case.id] = None
-        yield from (Unjudged(str(limit), [*names], why) for why, names in cases.items())
-
     def _idle(self, limit: Limit) -> list[Unjudged]:
-        """Return an entry without cases if the reference has no number for a limit in any case.
+        """Return an entry without cases for a limit that was checked for no number.
 
-        With `first_run_ok`, do so only if the new run lacks the number, too.
+        With `first_run_ok`, accept this if only the reference lacks the number.
         """
         about = self._about(limit)
-        if about.before.notna().any() or (self.first_run_ok and not about.empty):
-            return []
         where = f"in phase {limit.phase}" if limit.phase != STEP else "of the step"
-        nothing = f"{self.before.name} has no {limit.metric} {where} for any requested case"
+        why = f"{self.before.name} has no {limit.metric} {where} for any requested case"
+        if about.before.notna().any():
+            why = "each test that measures it has its own limits"
+        elif self.first_run_ok and not about.empty:
+            return []
         other = other_baseline(self.before, self.after) if limit.of else ""
-        return [Unjudged(str(limit), [], other or nothing)]
+        return [Unjudged(str(limit), [], other or why)]
 
     def _without_rows(self) -> Iterator[Unjudged]:
         """Yield an entry with what was asked for and has an outcome, but no number in any run."""
@@ -291,7 +290,9 @@ class Gate:
             return ""
         devices = self.before.places.get((case, row["instrument"]), ())
         if not devices or not (self.across or row["device"] in devices):
-            return "" if self.asked is None else f"{self.before.name} has no number to compare with"
+            remedy = "" if self.before.frame.empty else f"; {RENEW}"
+            lacks = f"{self.before.name} has no number to compare with{remedy}"
+            return "" if self.asked is None else lacks
         return self._lacking(self.before, case, row)
 
     def _other_batches(self, case: Subject, row: Mapping[str, Any]) -> str:

@@ -39,6 +39,8 @@ _SCALES = {
 _NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _SPEC = re.compile(rf"([^:@]+)(?:@([^:@]+))?:(±|\+-)?\s*({_NUMBER}[^\d+]*)(?:\+({_NUMBER}.*))?")
 
+RENEW = "if this is meant, write the reference anew"
+
 VARYING = ("_seconds", "_cycles", "_per_second", "_hz", "_joules", "_watts", "_share")
 """Suffixes of metrics that vary between runs of the same code on the same machine. These metrics
 are times, cycles, rates, clocks, energy, power and shares."""
@@ -205,10 +207,10 @@ class Judgement:
     """What limits say of a run.
 
     Args:
-        judged: the numbers for which limits were checked, as plain JSON types: `CHANGES`, ``of``,
-            ``limit`` (the allowed change in the metric's unit), ``regressed``, ``threshold`` (the
-            limit as written) and ``reference`` (the name of the run that the number is compared
-            with).
+        judged: the numbers of both runs that have a limit, as plain JSON types: `CHANGES`, ``of``,
+            ``limit`` (the allowed change in the metric's unit), ``regressed`` (None if the limit
+            was not checked, see ``unjudged``), ``threshold`` (the limit as written) and
+            ``reference`` (the name of the run that the number is compared with).
         regressions: those that exceed a limit, each with its `largest_changes`. NaN is None.
         unjudged: the limits that could not be checked, each with the cases and the reason.
     """

@@ -35,11 +35,10 @@ def comparison_tables(
 ) -> list[Table]:
     """Make a table of changes for each configuration, instrument and device.
 
-    The tables show the main metrics of the step (or ``shown``), and every number for which a limit
-    was checked.
+    The tables show the main metrics of the step (or ``shown``), and every number that has a limit.
 
     Args:
-        comparison: the changes, and the numbers for which limits were checked.
+        comparison: the changes, and the numbers that have limits.
         title: the beginning of each table's title.
         against: the name of the reference, for the end of each title.
         shown: pairs (metric, phase) to show instead of the main metrics.
@@ -56,7 +55,8 @@ def comparison_tables(
     cells_by = [key for key in keys if key not in ("trainer", "metric", "phase")]
     for key, group in rows.groupby(cells_by):
         cell = dict(zip(cells_by, key, strict=True))
-        what = ", ".join(title_parts(cell)) or "steps of a script"
+        steps = "steps of tests" if group.trainer.str.contains("::").any() else "steps of a script"
+        what = ", ".join(title_parts(cell)) or steps
         with_what = f", against {against}" if against else ""
         name = f"{title}{what}, {cell['instrument']} on {cell['device']}{with_what}"
         cells = []
@@ -84,13 +84,14 @@ def _main_metrics() -> list[str]:
 def change_cells(row: Mapping[Any, Any]) -> list[str]:
     """Return the cells of a line about one changed number, in the order of `HEADERS`."""
     limit = written(row.get("threshold"), lambda limit: str(limit).rpartition(":")[2])
+    checked = {True: f"{limit} exceeded", False: limit, None: "not checked"}
     return [
         str(row["metric"]),
         str(row["phase"]),
         amount(row["before"], row["unit"], row["after"]),
         amount(row["after"], row["unit"], row["before"]),
         written(row["relative"], "{:+.2%}".format),
-        f"{limit} exceeded" if row.get("regressed") is True else limit,
+        limit if limit == ABSENT else checked[row.get("regressed", False)],
     ]
 
 

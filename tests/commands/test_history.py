@@ -231,3 +231,10 @@ def test_bad_input_gets_one_line(
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("dpbench history: ")
     assert words in line
+
+
+def test_a_folder_without_runs_is_said_to_have_none(
+    storage: Storage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["history", "--storage=absent"]) == 2
+    assert capsys.readouterr().err == "dpbench history: no runs in absent\n"

@@ -197,7 +197,7 @@ def test_a_reference_that_cannot_be_looked_for_fails_the_session(
     test += "def test_marked(logical_io): logical_io('standard', batch_size=2, workload='layer')"
     pytester.makepyfile(test_suite=f"import pytest\n{test}")
     (pytester.path / ".dpbench").touch()
-    result = project("-n0", replayed=False)
+    result = project("-n0", "--dpbench-compare", replayed=False)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(["ERROR: dpbench: storage cannot be read: *"])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dpbench.commands.cli import main
 from tests.plugin.conftest import RunSuite
 
 SUITE = """
@@ -57,3 +58,26 @@ def test_a_limit_is_not_checked_for_batches_of_other_sizes(
     result.assert_outcomes(passed=1 - failed, failed=failed)
     said = "was not checked for test_suite.py::test_step:step: batches are Poisson samples"
     assert (said in result.stdout.str()) == bool(failed)
+
+
+def test_a_number_that_was_not_checked_is_neither_exceeded_nor_kept(
+    project: RunSuite,
+    pytester: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytester.makepyfile(test_suite=SUITE)
+    for seed in ("1", "2"):
+        monkeypatch.setenv("SEED", seed)
+        project(f"--dpbench-json={seed}.json").assert_outcomes(passed=1)
+    for pair in (["1.json", "2.json"], ["2.json", "1.json"]):  # more bytes, and fewer
+        capsys.readouterr()
+        assert main(["compare", *pair, "--fail=logical_bytes:0.1%"]) == 1
+        shown = capsys.readouterr()
+        cells = [line.split("  ")[-1].strip() for line in shown.out.splitlines()]
+        assert cells.count("not checked") == 1
+        assert not [cell for cell in cells if cell.startswith("0.1%")]
+        assert "steps of tests, logical on " in shown.out
+        assert "regression" not in shown.err
+        assert "logical_bytes:0.1% was not checked for test_suite.py::test_step" in shown.err
+        assert "--steps" not in shown.out + shown.err

@@ -63,7 +63,7 @@ def test_limit_that_judges_nothing_fails_whoever_gave_it(
     first = "--dpbench-compare-first-run-ok"
     line = refused("-n0", LIMIT)
     assert line.endswith(f".dpbench, so limits cannot be checked; add {first} to the first run")
-    nothing = counted("--dpbench-save=refused")
+    nothing = counted("--dpbench-compare", "--dpbench-save=refused")
     nothing.assert_outcomes(passed=1, failed=1)  # a marker's limit is no less
     nothing.stdout.fnmatch_lines([f"*logical_ratio:1% was not checked for dpsgd*add {first})"])
     counted(LIMIT, first, "--dpbench-save=first").assert_outcomes(passed=2)
@@ -91,7 +91,7 @@ def test_a_run_without_a_reference_is_unjudged_and_one_if_it_is_named(
     project: RunSuite, pytester: pytest.Pytester, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytester.makepyfile(test_suite=SUITE)
-    assert project("-n0", "--dpbench-save=ref", replayed=False).ret == 1
+    assert project("-n0", "--dpbench-compare", "--dpbench-save=ref", replayed=False).ret == 1
     capsys.readouterr()
     assert main(["list", "--storage", str(pytester.path / ".dpbench")]) == 0
     [line] = [line for line in capsys.readouterr().out.splitlines() if "0001" in line]
@@ -164,7 +164,7 @@ def test_what_a_test_measures_is_judged_wherever_it_does(
         result.assert_outcomes(**outcome, deselected=None)
         result.stdout.no_fnmatch_line("What changed most:")  # the operators are the same
         assert result.ret == pytest.ExitCode.TESTS_FAILED
-        result.stdout.fnmatch_lines(["ERROR: dpbench: logical_bytes@step of dpsgd-bs2-*, limit 1%"])
+        result.stdout.fnmatch_lines(["*logical_bytes@step of dpsgd-bs2-*, limit 1%"])
         path = next((pytester.path / ".dpbench").rglob("*_worse.json"))
         document = parsed(path.read_bytes())
         assert document["session"]["regressed"]
@@ -225,7 +225,7 @@ def test_nobody_forgives_what_a_limit_did_not_judge(
     pytester.makeconftest(FORGIVES)
     pytester.makepyfile(test_suite=SUITE + FORGIVEN)
     project("-n0", "-k", "test_general", "--dpbench-save=good", replayed=False)
-    result = project("-n0", "--dpbench-save=worse", replayed=False)
+    result = project("-n0", "--dpbench-compare", "--dpbench-save=worse", replayed=False)
     result.assert_outcomes(passed=3, xfailed=2, skipped=1)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     told = "dpbench: {} was not checked: 0001_good has no*"
@@ -316,6 +316,9 @@ def test_other(logical_io):
 """
 
 
+MARK = 'import pytest\n@pytest.mark.dpbench(compare_fail=["logical_bytes:1%"])\n'
+
+
 def test_limit_fails_a_test_that_passes_and_no_longer_measures_its_step(
     project: RunSuite, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,6 +330,80 @@ def test_limit_fails_a_test_that_passes_and_no_longer_measures_its_step(
     less = project(compare, LIMIT, replayed=False)
     less.assert_outcomes(passed=1, failed=1)
     lost = "test_suite.py::test_one:step"
-    less.stdout.fnmatch_lines([f"*a limit was not checked for {lost}: the test does not measure*"])
+    said = "the test does not measure it now; if this is meant, write the reference anew"
+    told = f"dpbench: logical_bytes:1% was not checked for {lost}: {said}"
+    assert [line for line in less.stdout.lines if "was not checked" in line] == [told]
+    brief = project(compare, LIMIT, "--tb=line", replayed=False)
+    brief.stdout.fnmatch_lines([f"ERROR: {told}"])
     project(compare, replayed=False).assert_outcomes(passed=2)
     project(compare, LIMIT, "-k", "other", replayed=False).assert_outcomes(passed=1)
+    renamed = STEPS.replace("test_other", "test_another")
+    pytester.makepyfile(
+        test_suite=renamed.replace("def test_one(logical_io", f"{MARK}def test_one(")
+    )
+    both = project(compare, LIMIT, replayed=False)
+    both.assert_outcomes(failed=2)
+    assert [line for line in both.stdout.lines if "was not checked" in line] == [
+        told,
+        "dpbench: logical_bytes:1% was not checked for test_suite.py::test_another:step: one has "
+        "no number to compare with; if this is meant, write the reference anew",
+    ]
+
+
+OWN = """
+import pytest
+import torch
+
+def step():
+    torch.ones(10).clone()
+
+@pytest.mark.dpbench(compare_fail=["peak_memory_bytes:900%"])
+def test_marked(logical_io):
+    logical_io(step)
+
+@pytest.mark.dpbench(compare_fail=[])
+def test_free(logical_io):
+    logical_io(step)
+"""
+
+
+@pytest.mark.parametrize("workers", ["-n0", "-n2"])
+def test_a_limit_of_the_command_line_fails_if_each_test_has_its_own(
+    project: RunSuite, pytester: pytest.Pytester, workers: str
+) -> None:
+    def compared(*arguments: str) -> pytest.RunResult:
+        limit = ("--dpbench-compare=own.json", LIMIT)
+        return project(workers, *limit, *arguments, replayed=False)
+
+    pytester.makepyfile(test_suite=OWN)
+    assert project("--dpbench-json=own.json", replayed=False).ret == 0
+    first = "--dpbench-compare-first-run-ok"
+    for arguments in ((), ("-k", "free"), (first,)):
+        result = compared(*arguments)
+        assert result.ret == pytest.ExitCode.TESTS_FAILED
+        why = "logical_bytes:1% was not checked: each test that measures it has its own limits"
+        assert [line for line in result.stdout.lines if "not checked" in line] == [
+            f"ERROR: dpbench: {why}"
+        ]
+    pytester.makepyfile(test_suite=OWN + "\ndef test_new(logical_io):\n    logical_io(step)\n")
+    assert compared(first).ret == 0  # the first number that the limit is for
+    assert compared().ret == pytest.ExitCode.TESTS_FAILED
+    assert project("--dpbench-json=own.json", replayed=False).ret == 0
+    assert compared().ret == 0
+
+
+def test_limits_of_markers_are_checked_only_by_a_session_that_compares(
+    project: RunSuite, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytester.makepyfile(test_suite=OWN.replace("peak_memory_bytes:900%", "logical_bytes:1%"))
+    for arguments in (("--dpbench-save=good",), ("-n2", "--dpbench-save=again"), ()):
+        result = project(*arguments, replayed=False)
+        result.assert_outcomes(passed=2)
+        line = "limits of 1 test were not checked, because nothing was compared: "
+        assert f"dpbench: {line}add --dpbench-compare" in result.stdout.lines
+    assert [saved(pytester.path, number).verdict for number in (1, 2)] == ["complete"] * 2
+    kept = project("--dpbench-compare", replayed=False)
+    kept.assert_outcomes(passed=2)
+    kept.stdout.no_fnmatch_line("*not checked*")
+    pytester.makepyfile(test_suite=OWN.replace("peak_memory_bytes:900%", "dram_bytes:1%"))
+    project("--dpbench-compare", replayed=False).assert_outcomes(passed=1, failed=1)

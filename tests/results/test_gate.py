@@ -14,7 +14,7 @@ import pytest
 from dpbench.core.case import AXES, Case
 from dpbench.core.subject import Script
 from dpbench.results.gate import Comparison, Gate
-from dpbench.results.limits import Limit
+from dpbench.results.limits import RENEW, Limit
 from dpbench.results.outcome import Outcome
 from dpbench.results.rows import NO_HARDWARE, STEP, Measurement
 from dpbench.results.run import Run
@@ -249,7 +249,8 @@ def test_first_run_passes_only_if_the_user_says_so() -> None:
         found = verdict(GRID1, "dram_bytes:5%", before=before, asked=ASKED)
         [missing] = found.unjudged
         assert "-seq1024-" in ", ".join(missing.cases)
-        assert missing.why == f"{before.name} has no number to compare with"
+        remedy = "" if before is EMPTY else f"; {RENEW}"
+        assert missing.why == f"{before.name} has no number to compare with{remedy}"
         first = verdict(GRID1, "dram_bytes:5%", before=before, asked=ASKED, first_run_ok=True)
         assert not failures(first)
         assert failures(
