@@ -359,8 +359,7 @@ class Session:
             general = [key for r in self.store.requests if r.limits is None for key in r.asked]
             accepted = replace(gate, asked={*self._planned, *general}).numbers
             idle = [limit for limit in self.limits if not (gate.first_run_ok and accepted(limit))]
-            within = replace(gate, asked={*self._asked})
-            merged.unjudged.extend(self.references.idle(within, idle, merged))
+            merged.unjudged.extend([*replace(gate, asked={*self._asked}).idle(idle, merged)])
         changed = gate.compare()
         notes = [*self.references.notes(self.reference, self._asked, merged), *changed.notes]
         self.comparison = Comparison(
@@ -548,7 +547,7 @@ class References:
             parts = [newest.judge(limits, idle=True)]
         found = Judgement.merge(parts)
         if not idle:
-            found.unjudged.extend(self.idle(newest, limits, found))
+            found.unjudged.extend([*newest.idle(limits, found)])
         if newest.before.frame.empty:
             option = self.settings.option("compare_first_run_ok")
             remedy = f" (if this is the first run, add {option})"
@@ -586,13 +585,6 @@ class References:
             why = f"may be in a run that was {self.skipped[0]}; remove this file if it is new"
             yield Judgement(unjudged=[Unjudged(str(limit), names, why)])
         yield replace(newest, asked=left).judge([limit], idle=True)
-
-    def idle(self, gate: Gate, limits: Iterable[Limit], found: Judgement) -> Iterator[Unjudged]:
-        """Yield the limits that were checked for no number at all."""
-        seen = {row["threshold"] for row in found.judged} | {each.limit for each in found.unjudged}
-        for limit in limits:
-            if str(limit) not in seen:
-                yield from gate.idle(limit)
 
     def notes(self, reference: Run, asked: Asked, found: Judgement) -> Iterator[str]:
         """Yield notes on files that cannot be read, and on the runs that were compared with."""

@@ -204,7 +204,6 @@ class Gate:
         with METRICS.including(self.after.metrics, self.before.metrics):
             for limit in limits:
                 reasons: dict[str, dict[str, None]] = {}
-                compared = len(judged)
                 for case, row in _by_case(self._about(limit)):
                     if why := self._why_not(case, row):
                         reasons.setdefault(why, {})[case.id] = None
@@ -215,20 +214,15 @@ class Gate:
                         against = {"threshold": str(limit), "reference": self.before.name}
                         judged.append(named | against)
                 unjudged += [Unjudged(str(limit), [*ids], why) for why, ids in reasons.items()]
-                if not (reasons or idle or len(judged) > compared):
-                    unjudged += self._idle(limit)
             unjudged += self._without_rows() if limits else ()
             if limits and self.after.status != COMPLETE and self.asked is None:
                 counted = f"{len(self.after.outcomes)} of {self.after.cases_asked or 'its'} cases"
                 why = f"{self.after.name} was interrupted after {counted}"
                 unjudged.append(Unjudged("a limit", [], why))
             regressions = [self._regression(row) for row in judged if row["regressed"]]
-        return Judgement(judged, regressions, unjudged)
-
-    def idle(self, limit: Limit) -> list[Unjudged]:
-        """Return why a limit was checked for no number at all, or nothing if it need not be."""
-        with METRICS.including(self.after.metrics, self.before.metrics):
-            return self._idle(limit)
+            found = Judgement(judged, regressions, unjudged)
+            unjudged += () if idle else [*self.idle(limits, found)]
+        return found
 
     def numbers(self, limit: Limit) -> dict[tuple[Subject, str], bool]:
         """Return the cases with a number for a limit, and whether the reference has the number."""
@@ -245,20 +239,21 @@ class Gate:
         """The numbers that were asked for in both runs, see `pairs`."""
         return pairs(self.before, self.after, self.asked, across=self.across)
 
-    def _idle(self, limit: Limit) -> list[Unjudged]:
-        """Return an entry without cases for a limit that was checked for no number.
+    def idle(self, limits: Sequence[Limit], found: Judgement) -> Iterator[Unjudged]:
+        """Yield an entry without cases for each limit that was checked for no number.
 
         With `first_run_ok`, accept this if only the reference lacks the number.
         """
-        about = self._about(limit)
-        where = f"in phase {limit.phase}" if limit.phase != STEP else "of the step"
-        why = f"{self.before.name} has no {limit.metric} {where} for any requested case"
-        if about.before.notna().any():
-            why = "each test that measures it has its own limits"
-        elif self.first_run_ok and not about.empty:
-            return []
-        other = other_baseline(self.before, self.after) if limit.of else ""
-        return [Unjudged(str(limit), [], other or why)]
+        seen = {row["threshold"] for row in found.judged} | {each.limit for each in found.unjudged}
+        for limit in (each for each in limits if str(each) not in seen):
+            with METRICS.including(self.after.metrics, self.before.metrics):
+                known = [*self.numbers(limit).values()]
+                other = other_baseline(self.before, self.after) if limit.of else ""
+            where = f"in phase {limit.phase}" if limit.phase != STEP else "of the step"
+            why = f"{self.before.name} has no {limit.metric} {where} for any requested case"
+            why = "each test that measures it has its own limits" if any(known) else other or why
+            if any(known) or not (self.first_run_ok and known):
+                yield Unjudged(str(limit), [], why)
 
     def _without_rows(self) -> Iterator[Unjudged]:
         """Yield an entry with what was asked for and has an outcome, but no number in any run."""

@@ -37,7 +37,6 @@ NAMED = "def test_by_name(request):\n"
 CHANGES: dict[str, tuple[str, str, str]] = {
     "skipped": (NAMED, f"@pytest.mark.skip\n{NAMED}", "standard-bs2-*"),
     "skips": (NAMED, f"{NAMED}    pytest.skip('not today')\n", "standard-bs2-*"),
-    "measures one step less": ("    logical_io(second)\n", "", "test_suite.py::test_steps:second"),
     "measures another case": ("batch_size=2", "batch_size=3", "standard-bs2-*"),
 }
 """What of the suite is replaced by what, and what it asks for no more."""
