@@ -3,8 +3,8 @@
 By default, bytes come from hardware counters read by Nsight Compute. Times and peak memory come
 from a second process without Nsight Compute. If a case fails, the other cases are still measured,
 and the exit code is 1. Without a GPU, or with --instrument logical, bytes are not measured but
-counted. These are the bytes that each operator must move, counted on tensors without data, in
-several processes at once. The tables say whether numbers were measured or counted.
+counted. These are the bytes that each operator must move, counted on tensors without data. The
+tables say whether numbers were measured or counted.
 
 A grid file is TOML with one key per axis, a value or a list of values:
 
