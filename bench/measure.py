@@ -87,7 +87,7 @@ def main() -> int:
             print(shlex.join(command(name, chosen, options.into)))
         return 0
     if missing := measure(plan, options.into, options.minutes * 60):
-        print(f"not complete yet: {', '.join(missing)}; call again to continue")
+        print(f"not complete: {', '.join(missing)}; if time was over, call again to continue")
     return 1 if missing else 0
 
 

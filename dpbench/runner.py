@@ -43,7 +43,8 @@ def check_ranks(case: Subject, instruments: Sequence[Instrument]) -> None:
     number = number_of_gpus()
     if number < case.gpus and any(getattr(i, "device", "") == "cuda" for i in instruments):
         raise ConfigurationError(
-            f"{case.id} needs {case.gpus} GPUs, but {number} can be used (CUDA_VISIBLE_DEVICES)"
+            f"{case.id} needs {case.gpus} GPUs, but {number} can be used here; --instrument "
+            f"logical counts one rank without a GPU"
         )
 
 

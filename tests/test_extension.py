@@ -85,7 +85,7 @@ def test_a_saved_run_contains_the_definitions_of_its_metrics(
     ratio = values["dpsgd", "global_bytes"] / values["standard", "global_bytes"]
     assert next(line[-1] for line in lines if line[:1] == ["dpsgd"]) == f"{ratio:.2f}"
     assert main(["show", "1", "--columns=global_ratio", "--expect=global_ratio:1-1.01"]) == 0
-    said = "global both: above the expected 1.01 × standard: dpsgd"
+    said = "global both: above 1.01 × standard, the limit of --expect: dpsgd"
     assert said in " ".join(capsys.readouterr().out.split())
     assert main(["show", str(GRID1), "--columns=global_bytes"]) == 2
     assert "'global_bytes'" in capsys.readouterr().err

@@ -96,7 +96,7 @@ def advise(
     reached = reachable(card)
     rows = [_row(each, reached, memory, operator_seconds) for each in counted]
     frame = _over_standard(pd.DataFrame(rows))
-    trainer, reason = _choice(frame, case.batch_size, memory)
+    trainer, reason = _choice(frame, case.batch_size, memory, card.name)
     if len(frame) == 1 or frame[frame.trainer == trainer].predicted_ratio.gt(SLOW).any():
         reason = _changes(refused) + reason
     return Advice(trainer, reason, frame, refused)
@@ -140,7 +140,9 @@ def _over_standard(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([frame.iloc[:1], others], ignore_index=True)
 
 
-def _choice(frame: pd.DataFrame, batch_size: int, memory: float) -> tuple[str | None, str]:
+def _choice(
+    frame: pd.DataFrame, batch_size: int, memory: float, card: str
+) -> tuple[str | None, str]:
     """Return the fastest private method that fits the memory, and the reasons as text.
 
     The fastest method has the least predicted time. Returns None if no method fits.
@@ -156,9 +158,9 @@ def _choice(frame: pd.DataFrame, batch_size: int, memory: float) -> tuple[str | 
         return None, f"No private method fits {memory / 1e9:.3g} GB at batch {batch_size}; {fits}."
     best = fitting.iloc[0]
     parts = [
-        f"Use `{best.trainer}`: its step should take {best.predicted_seconds * 1e3:.1f} ms, "
-        f"{best.predicted_ratio:.2f} times a standard step, with {best.bytes_ratio:.2f} times the "
-        f"counted bytes and {best.peak_ratio:.2f} times the counted peak memory"
+        f"Use `{best.trainer}`: its step should take {best.predicted_seconds * 1e3:.1f} ms on "
+        f"{card}, {best.predicted_ratio:.2f} times a standard step, with {best.bytes_ratio:.2f} "
+        f"times the counted bytes and {best.peak_ratio:.2f} times the counted peak memory"
     ]
     if best.predicted_ratio < 1 and not best.launch_seconds:
         parts.append("it is shorter because, with CUDA graphs, Python launches no operators")

@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from dpbench.advice.choice import Advice, advise, cut, parse_memory, with_measured
 from dpbench.advice.footprint import FRAGMENTATION, MAX_BATCH, RESERVED
-from dpbench.advice.predict import OPERATOR_SECONDS, measured_operator_seconds
+from dpbench.advice.predict import KERNEL_SECONDS, OPERATOR_SECONDS, measured_operator_seconds
 from dpbench.commands.case_arguments import add_case, chosen_case
 from dpbench.commands.list import saved_run
 from dpbench.core import gpu
@@ -208,7 +208,8 @@ def _notes(advice: Advice, case: Case, launch: str) -> Iterator[str]:
     yield (
         "Least times: roofline is the time for the bytes or the arithmetic of each operator, at "
         f"the rates that the card reaches. Launch is {launch} of CPU time for each operator "
-        "outside CUDA graphs."
+        "outside CUDA graphs. Time is, of each phase, its launches or its kernels, whichever take "
+        f"longer; {KERNEL_SECONDS * 1e6:g} µs are added for each kernel."
     )
     room = f"{FRAGMENTATION:.0%} of it or its largest tensor, whichever is larger"
     yield f"Max batch: beside its counted peak remain {RESERVED / 1e9:g} GB for CUDA, and {room}."

@@ -105,7 +105,8 @@ def require_gpu() -> None:
     """Raise `ConfigurationError` if no GPU is visible."""
     if not visible_gpus():
         raise ConfigurationError(
-            f"no CUDA GPU is visible here: {why_no_gpu()}; nvidia-smi lists the machine's GPUs"
+            f"no CUDA GPU is visible here: {why_no_gpu()}; nvidia-smi lists the machine's GPUs, "
+            f"and --instrument logical counts without a GPU"
         )
 
 

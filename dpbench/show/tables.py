@@ -366,7 +366,7 @@ def _notes(group: Group, columns: list[Metric], view: TableOptions) -> Iterator[
             listed = ", ".join(f"{row.label} {row.value:.2f}" for row in above.itertuples())
             if listed:
                 name = METRICS[metric].short_header
-                yield f"{name}: above the expected {high:g} × {view.baseline}: {listed}."
+                yield f"{name}: above {high:g} × {view.baseline}, the limit of --expect: {listed}."
     if (ranks := rows.ranks.max()) > 1:
         how = "counts are sums, times and peaks are maxima, shares and sent bytes are means"
         yield f"Over {ranks:.0f} ranks: {how}."

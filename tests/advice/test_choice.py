@@ -38,10 +38,10 @@ def test_the_fastest_private_method_is_named_and_the_next_beside_it() -> None:
         dpsgd_ghost={"predicted_seconds": 2.4},
         dpsgd={"predicted_seconds": 2.2, "logical_bytes": 1.6},
     )
-    name, reason = _choice(methods, 8, 80e9)
+    name, reason = _choice(methods, 8, 80e9, "H200")
     assert name == "dpsgd_fgc"
     assert reason.startswith(
-        "Use `dpsgd_fgc`: its step should take 1100.0 ms, 1.10 times a standar"
+        "Use `dpsgd_fgc`: its step should take 1100.0 ms on H200, 1.10 times a stan"
     )
     assert "with 1.00 times the counted bytes and 4.00 times the counted peak memory" in reason
     assert reason.endswith("; next is `dpsgd` with 2.20, 1.60 and 1.00 times.")
@@ -50,7 +50,7 @@ def test_the_fastest_private_method_is_named_and_the_next_beside_it() -> None:
 def test_a_private_step_that_is_shorter_than_a_standard_step_has_a_reason() -> None:
     for seconds, launches, said in ((0.8, 0.0, True), (0.8, 0.5, False), (1.2, 0.0, False)):
         methods = frame(fused={"predicted_seconds": seconds, "launch_seconds": launches})
-        assert ("it is shorter because" in _choice(methods, 8, 80e9)[1]) == said
+        assert ("it is shorter because" in _choice(methods, 8, 80e9, "H200")[1]) == said
 
 
 def test_what_is_close_is_said() -> None:
@@ -59,7 +59,7 @@ def test_what_is_close_is_said() -> None:
         fused={"predicted_seconds": 1.03},
         dpsgd={"predicted_seconds": 1.2},
     )
-    name, reason = _choice(methods, 8, 80e9)
+    name, reason = _choice(methods, 8, 80e9, "H200")
     assert name == "dpsgd_fgc"
     assert "`fused` is within 3%" in reason
 
@@ -69,7 +69,7 @@ def test_a_method_that_does_not_fit_is_not_named() -> None:
         dpsgd_fgc={"predicted_seconds": 1.0, "fits": False},
         dpsgd_ghost={"predicted_seconds": 2.0},
     )
-    name, reason = _choice(methods, 8, 80e9)
+    name, reason = _choice(methods, 8, 80e9, "H200")
     assert name == "dpsgd_ghost"
     assert "2.00 times a standard step" in reason
     assert "; `dpsgd_fgc` does not fit" in reason
@@ -79,8 +79,8 @@ def test_a_method_for_larger_batches_is_said_where_they_are_near() -> None:
     methods = frame(
         dpsgd_fgc={"largest_batch": 10}, micro_batch={"predicted_seconds": 9.0, "largest_batch": 99}
     )
-    assert "for batches above 10, use `micro_batch`" in _choice(methods, 8, 80e9)[1]
-    assert "for batches" not in _choice(methods, 4, 80e9)[1]
+    assert "for batches above 10, use `micro_batch`" in _choice(methods, 8, 80e9, "H200")[1]
+    assert "for batches" not in _choice(methods, 4, 80e9, "H200")[1]
 
 
 def test_where_none_fits_the_one_with_the_largest_batch_is_said() -> None:
@@ -88,11 +88,11 @@ def test_where_none_fits_the_one_with_the_largest_batch_is_said() -> None:
     methods = frame(
         dpsgd_fgc={**none, "largest_batch": 2}, micro_batch={**none, "largest_batch": 5}
     )
-    name, reason = _choice(methods, 8, 80e9)
+    name, reason = _choice(methods, 8, 80e9, "H200")
     assert name is None
     assert reason == ("No private method fits 80 GB at batch 8; `micro_batch` fits up to batch 5.")
     alone = frame(dpsgd_fgc={**none, "largest_batch": 0})
-    assert "even one example does not fit" in _choice(alone, 8, 80e9)[1]
+    assert "even one example does not fit" in _choice(alone, 8, 80e9, "H200")[1]
 
 
 def test_methods_are_listed_by_time_after_the_standard_step() -> None:

@@ -192,7 +192,9 @@ def test_what_cannot_measure_several_gpus_says_so_before_it_starts(
     monkeypatch.setattr(gpu, "visible_gpus", list)
     monkeypatch.setenv(gpu.SESSION_GPUS, "GPU-0")
     one = measure(ranks("standard"), [replace(timing(tmp_path), device="cuda")])
-    assert one.message.endswith("needs 2 GPUs, but 1 can be used (CUDA_VISIBLE_DEVICES)")
+    assert one.message.endswith(
+        "but 1 can be used here; --instrument logical counts one rank without a GPU"
+    )
 
     class Single(Timing):
         by_rank = False

@@ -104,7 +104,7 @@ def test_a_ratio_above_the_expected_range_is_named_and_one_below_is_not() -> Non
         rows("dpsgd", {**dram(300 * GB), "l2_served_bytes": 200 * GB}),
         rows("dpsgd_fgc", {**dram(600 * GB), "l2_served_bytes": 120 * GB}),
     )
-    assert said == "DRAM: above the expected 5 × standard: dpsgd_fgc 6.00."
+    assert said == "DRAM: above 5 × standard, the limit of --expect: dpsgd_fgc 6.00."
 
 
 def test_standard_training_alone_has_no_expectation() -> None:
