@@ -149,16 +149,25 @@ def correlated() -> str:
 @table
 def measured() -> str:
     """Return measured DRAM bytes ÷ counted bytes of a step at fp32."""
+    return markdown(["", *OPACUS], ([name, *found] for name, found in over_counted().items()))
+
+
+def over_counted() -> dict[str, list[float]]:
+    """Return the measured ÷ the counted bytes of the trainers in `OPACUS`, by cell or model."""
     built_in = [place for place in PLACES if place.precision == "fp32"]
-    others = ("llama-256", "llama-512", "vit-64", "resnet-64")
-    rows = []
-    for trainer in OPACUS:
-        known = [gb(p, trainer) * 1e9 / counted("bytes", trainer, p.cell) for p in built_in]
-        logical = (value(file, "logical_bytes", trainer=trainer) for file in others)
-        found = (gb(Place(f), trainer) * 1e9 / n for f, n in zip(others, logical, strict=True))
-        rows.append([trainer, *known, *found])
-    heads = [place.cell.replace("x", " × ") for place in built_in]
-    return markdown(["", *heads, *(MODELS[file] for file in others)], rows)
+    found = {
+        place.cell.replace("x", " × "): [
+            gb(place, trainer) * 1e9 / counted("bytes", trainer, place.cell) for trainer in OPACUS
+        ]
+        for place in built_in
+    }
+    return found | {
+        name: [
+            gb(Place(file), trainer) * 1e9 / value(file, "logical_bytes", trainer=trainer)
+            for trainer in OPACUS
+        ]
+        for file, name in MODELS.items()
+    }
 
 
 @table

@@ -8,7 +8,7 @@ from bench import upstream
 from bench.cells import Place, gb, ms, peak, ratio
 from bench.rank_tables import COUNTED_RANKS, SENT
 from bench.runs import collectives, printed, value
-from bench.tables import METHODS, MODELS, OPACUS, OWN, PLACES, PRIVATE, seen, spread
+from bench.tables import METHODS, MODELS, OPACUS, OWN, PLACES, PRIVATE, over_counted, seen, spread
 
 
 def test_fused_costs_little_more_than_a_standard_step() -> None:
@@ -56,6 +56,16 @@ def test_flat_clippings_ratio_falls_as_batches_grow() -> None:
     pairs = [(f"{model}-256", f"{model}-512") for model in ("gpt2", "llama")]
     for small, large in (*pairs, ("vit-32", "vit-64")):
         assert ratio(gb, Place(large), "dpsgd") < ratio(gb, Place(small), "dpsgd")
+
+
+@pytest.mark.slow
+def test_counts_are_close_in_small_batches_of_short_sequences_and_otherwise_a_floor() -> None:
+    for name, ratios in over_counted().items():
+        if name.endswith("8 × 256"):
+            assert ratios == pytest.approx([1] * len(OPACUS), abs=0.14), name
+            assert (max(ratios) < 0.91) == name.startswith("GPT-2"), name
+        else:
+            assert min(ratios) > 1, name
 
 
 def test_forward_and_optimizer_are_the_same_for_all() -> None:

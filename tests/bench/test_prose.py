@@ -22,7 +22,7 @@ CONSTANTS = {
     r"gap of 7 %": "a result of a cited paper",
     r"1\.03 to 1\.17 times": "what tests/bench/test_claims.py reads",
     r"about 1\.4 times the bytes": "what tests/test_docs_readme.py counts",
-    r"[Ff]indings?\s\d+": "the number of a finding",
+    r"[Ff]indings?\s\d+(?:(?:,|\sand)\s\d+)*": "numbers of findings",
     r"^#+ \d+\.|^\*\*\d+\.": "the number of a section or an item",
     r"exit status (?:is )?\d|it is 1:": "an exit status",
     r"[Bb]elow 70 %|at (?:most )?1 %|less than 1 %|below 1\b|threshold is 1|becomes 1\b": "a limit",

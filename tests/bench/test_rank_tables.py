@@ -29,6 +29,13 @@ def test_the_payload_of_an_8b_model_is_what_is_counted() -> None:
         assert payload(place, trainer) == pytest.approx(counted, rel=0.01)
 
 
+def test_with_lora_opacus_sends_twice_the_payload_of_standard_and_fused_the_same() -> None:
+    place = PLACES["ddp_lora"][-1]
+    assert ratio(payload, place, "fused") == pytest.approx(1, abs=0.01)
+    for trainer in ("dpsgd", "dpsgd_ghost"):
+        assert ratio(payload, place, trainer) == pytest.approx(2, rel=0.05)
+
+
 def seconds(metric: str, trainer: str, rank: int) -> float:
     return of_rank("ranks-profile-ddp", metric, rank, trainer=trainer, **DDP)
 
@@ -60,6 +67,14 @@ def test_rank_0_draws_the_noise() -> None:
             for rank in (0, 1)
         ]
         assert written[0] > 3 * written[1]
+
+
+def test_rank_1_reads_and_writes_each_gradient_once_in_noise() -> None:
+    gradients = value(COUNTED_RANKS, SENT, gpus=2, trainer="standard", parallel="ddp")
+    for trainer, side in product(("dpsgd", "dpsgd_ghost"), ("read", "write")):
+        axes = {"trainer": trainer, **DDP}
+        moved = of_rank("ranks-ddp-256", f"dram_{side}_bytes", 1, "noise", **axes)
+        assert moved == pytest.approx(gradients, rel=0.01)
 
 
 def test_rank_1_waits_for_the_noise_unless_its_python_is_slower() -> None:

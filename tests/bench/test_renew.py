@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.cells import TABLES
+from bench.cells import TABLES, cost
 from bench.measure import PLAN
 from bench.renew import (
     BLOCK,
@@ -20,11 +20,27 @@ from bench.renew import (
     renewed,
     shortened,
 )
-from bench.runs import RESULTS, ROOT, run, text_of, value
+from bench.runs import RESULTS, ROOT, path_of, run, text_of, value
+from bench.tables import METHODS
+from dpbench.commands.cli import main
 from dpbench.results.run import Run
 from dpbench.results.schema import json_schema, parsed
 
 TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
+
+
+def test_the_example_for_pandas_prints_a_ratio_of_finding_1(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = TEXTS["docs/results/README.md"]
+    found = re.search(r"```python\n(.+?# (\S+)\n)```", page, re.S)
+    assert found
+    assert main(["show", str(path_of("methods-256")), "--output", "run.csv"]) == 0
+    capsys.readouterr()
+    exec(found[1], {})
+    assert capsys.readouterr().out == f"{found[2]}\n"
+    assert cost(METHODS[2], "dpsgd").startswith(f"{found[2]}, ")
 
 
 def test_no_page_is_outdated() -> None:
