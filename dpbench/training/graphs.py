@@ -89,8 +89,8 @@ class StepGraphs:
     def warm_up(self) -> None:
         """Run two steps without an update, so that kernels are compiled before the capture.
 
-        The second step's operators are recorded, because a first step may fill caches. The peak of
-        memory is known afterwards, and PyTorch's own record of the peak begins here.
+        The second step's operators are recorded, because a first step may fill caches. To know how
+        much memory the steps need, this resets PyTorch's record of the peak.
         """
         trainer = self.trainer
         trainer.examples = trainer.part_size
@@ -176,10 +176,10 @@ class StepGraphs:
             self._as_read.mul_(unread.reshape(()) == number)
 
     def _reserve(self) -> None:
-        """Allocate the peak of the step at once, and free it, so that the pool is one piece.
+        """Allocate as many bytes as the step needs at its peak, and free them.
 
-        Otherwise, each large tensor of the capture that fits into no free piece gets a piece of its
-        own, and the gaps in these pieces would stay unused as long as the graphs live.
+        The graphs' pool is then one large piece of memory. Without this, a large tensor that fits
+        into no free piece gets a piece of its own, and gaps remain that only graphs could use.
         """
         torch.empty(self._peak, dtype=torch.uint8, device=self.loss.device)
         self._peak = 0
